@@ -44,6 +44,7 @@ from slurm_train.train.ddp import COUNT, LOSS, NON_FINITE, SQUARES, STOP, Traini
 from slurm_train.train.device_copies import DeviceCopies, in_precision, to_device
 from slurm_train.train.layout import keep_float_inputs
 from slurm_train.train.preserve import preserved
+from slurm_train.train.samples import note_of_batch_norms
 
 # The training ends where more than this share of the samples is cut to the model's context, counted over this many at
 # least.
@@ -138,6 +139,9 @@ class Passes:
                 notes.append(tune_convolutions(self._rank, objective, samples))
                 if self._copies is not None:
                     self._copies.image_format = self._rank.image_format
+        first: Any = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        global_size = self._rank.plan.global_size
+        notes.append(note_of_batch_norms(objective.model, local_size=len(first), global_size=global_size))
         if isinstance(batch, dict):
             notes.append(objective.agree(gather(objective.repeats)))
         return "; ".join(filter(None, notes)) or None

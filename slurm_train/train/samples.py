@@ -32,6 +32,9 @@ from slurm_train.train.context import Rank, gather
 from slurm_train.train.device_copies import PinnedBatches
 from slurm_train.train.position import Position
 
+_FEW_FOR_NORMS = 8
+"""With fewer samples errors rise (Wu and He, Group Normalization, 2018, figure 1)."""
+
 
 class Samples:
     """Knows how many samples a step takes, has this rank's micro-batches, and computes digests of what was consumed.
@@ -111,6 +114,28 @@ def note_of_few(num_samples: int, *, global_size: int) -> str:
     return (
         f"the training data have {num_samples} samples and a step takes {global_size}, so some count several times in "
         f"a step: set batch.global_size={num_samples} or less if that is not meant"
+    )
+
+
+def note_of_batch_norms(model: nn.Module, *, local_size: int, global_size: int) -> str | None:
+    """Returns a line about batch norms that see few samples of a step at a time; None where there are enough of them.
+
+    Norms in evaluation mode use what they know, and synchronised ones see the micro-batches of all ranks.
+
+    Args:
+        model: whole, or this rank's part.
+        local_size: samples of a micro-batch.
+        global_size: samples of a step.
+    """
+    if local_size >= min(_FEW_FOR_NORMS, global_size):
+        return None
+    norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    if not any(norm.training and not isinstance(norm, nn.SyncBatchNorm) for norm in norms):
+        return None
+    return (
+        f"batch norms of {type(model).__name__} normalise by the {local_size} samples of a micro-batch, not by the "
+        f"{global_size} of a step: fewer micro-batches (batch.accumulation, ranks), or on GPUs "
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm in the model's constructor, give them more"
     )
 
 

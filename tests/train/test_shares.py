@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from slurm_train.checkpoint.load import load_rank_state
 from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
-from slurm_train.train.samples import note_of_few
+from slurm_train.train.samples import note_of_batch_norms, note_of_few
 from tests.support.small_checkpoints import steps_in
 from tests.train.small_runs import (
     PADDED,
@@ -29,6 +30,27 @@ from tests.train.small_runs import (
 def test_data_that_are_fewer_than_a_step_takes_are_named() -> None:
     assert [note_of_few(size, global_size=32) for size in (32, 33)] == ["", ""]
     assert note_of_few(10, global_size=32).startswith("the training data have 10 samples and a step takes 32, so some")
+
+
+@pytest.mark.parametrize(
+    ("layers", "local_size", "global_size", "is_said"),
+    [
+        ([nn.BatchNorm1d(4)], 2, 64, True),
+        ([nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4))], 7, 8, True),
+        ([nn.BatchNorm1d(4)], 8, 64, False),
+        ([nn.BatchNorm1d(4)], 2, 2, False),
+        ([nn.BatchNorm1d(4).eval()], 2, 64, False),
+        ([nn.SyncBatchNorm(4)], 2, 64, False),
+        ([nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.InstanceNorm1d(4)], 2, 64, False),
+    ],
+    ids=["few", "fewer than a step", "enough", "the whole step", "in evaluation mode", "synchronised", "other norms"],
+)
+def test_batch_norms_that_see_few_samples_of_a_step_are_named(
+    layers: list[nn.Module], local_size: int, global_size: int, is_said: bool
+) -> None:
+    note = note_of_batch_norms(nn.Sequential(*layers), local_size=local_size, global_size=global_size)
+    assert (note is not None) == is_said
+    assert note is None or (f"the {local_size} samples" in note and f"the {global_size} of a step" in note)
 
 
 def sequences(shares: Any = "even", **model: Any) -> dict[str, Any]:
