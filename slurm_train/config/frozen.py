@@ -183,7 +183,9 @@ def identity(config: RunConfig, *, global_size: int) -> dict[str, Any]:
         section, _, name = key.rpartition(".")
         del (mapping[section] if section else mapping)[name]
     if not config.trains:
-        return {key: mapping[key] for key in ("seed", "task", "script")}
+        own = {key: mapping[key] for key in ("seed", "task", "script")}
+        # Scorers with other names for their scores are other evaluators.
+        return {**own, "follow": config.train.follow} if config.train.follow else own
     mapping["batch"]["global_size"] = global_size
     return mapping
 

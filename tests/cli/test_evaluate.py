@@ -187,6 +187,8 @@ def test_a_scorer_of_ones_own_needs_no_model_of_ours(shell: Shell, run: RunDirec
     config = load_config(own.config)
     assert (config.script, config.task, config.train.follow) == (["score.py", "--fast"], None, "")
     assert (own.code / "score.py").exists(), "it runs as it was when it was submitted"
+    named = [shell.submits(*words, "--name", name) for name in ("arc", "mmlu")]
+    assert len({own, *named}) == 3, "each measures every checkpoint under its own name"
     shell.refuses("2 ranks are asked for", *words[:-1], "+cluster=1x2")
 
 
