@@ -310,7 +310,8 @@ def srun_flags(plan: RunPlan) -> Flags:
             # srun inherits it in some releases only (not from 22.05 to 23.02), so it is set again.
             flags["cpus-per-task"] = str(cpus)
     gpus_per_node = [group.ranks_per_node for group in groups]
-    return flags | step_flags(typed_flags("cluster.srun", cluster.srun), cluster=cluster, gpus_per_node=gpus_per_node)
+    typed = typed_flags("cluster.srun", cluster.srun)
+    return step_flags(flags, typed, cluster=cluster, gpus_per_node=gpus_per_node)
 
 
 def chosen_step_flags(plan: RunPlan) -> list[str]:

@@ -143,31 +143,46 @@ def with_typed(flags: Flags, typed: Flags, *, cluster: ClusterSection, per_node:
     return flags | typed | _joined_gres(typed, cluster=cluster, per_node=per_node)
 
 
-def step_flags(typed: Flags, *, cluster: ClusterSection, gpus_per_node: Sequence[int]) -> Flags:
-    """Returns the flags of `cluster.srun` as srun gets them.
+def step_flags(flags: Flags, typed: Flags, *, cluster: ClusterSection, gpus_per_node: Sequence[int]) -> Flags:
+    """Returns the flags of the ranks' step with those of `cluster.srun`.
 
     A step has what its job has, unless it asks for some of it: with `--gres=nvme:5` it has no GPU of a job that asked
     for them by `--gres` (22.05).
 
     Args:
+        flags: what the launch asks for.
         typed: flags of `cluster.srun`, see `typed_flags`.
         cluster: the settings.
         gpus_per_node: GPUs of each node, of each component of the job.
 
     Raises:
-        ConfigError: fewer or more GPUs than the ranks need, or components that cannot be joined with one value.
+        ConfigError: other nodes or another order of ranks than the launch decides, fewer or more GPUs than the ranks
+            need, or components that cannot be joined with one value.
     """
+    if "nodelist" in flags and "nodelist" in typed:
+        raise ConfigError(
+            "cluster.srun.nodelist is one list for all attempts, and with spare nodes or a range each uses others",
+            hint="name the nodes of the job: cluster.nodelist, cluster.exclude",
+        )
+    order = re.split("[:,]", str(typed.get("distribution", "block")))[0]
+    if order not in ("block", "*"):
+        # Rank r sits on node r // tasks for all that is about nodes: files, copies, layouts.
+        raise ConfigError(
+            f"cluster.srun.distribution={typed['distribution']} spreads neighbouring ranks over the nodes, and the "
+            "launch has those of a node in a row",
+            hint="block:cyclic spreads the ranks of a node over its sockets; else leave cluster.srun.distribution out",
+        )
     joined = []
     for per_node in gpus_per_node:
         _refuse_other_gpus("cluster.srun", typed, cluster=cluster, per_node=per_node)
         joined.append(_joined_gres(typed, cluster=cluster, per_node=per_node))
-    if any(flags != joined[0] for flags in joined):
+    if any(gres != joined[0] for gres in joined):
         raise ConfigError(
             f"cluster.srun.gres={typed['gres']} is one value for all nodes, and cluster.gpu_flag=gres asks for "
             f"{list(gpus_per_node)} GPUs by it",
             hint="set cluster.gpu_flag=gpus-per-node, or leave cluster.srun.gres out",
         )
-    return typed | joined[0]
+    return flags | typed | joined[0]
 
 
 def _joined_gres(typed: Flags, *, cluster: ClusterSection, per_node: int) -> Flags:

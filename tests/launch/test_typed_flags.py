@@ -32,7 +32,7 @@ PROTECTED = [
 def flags_of(**cluster: Any) -> tuple[list[dict[str, str | bool]], dict[str, str | bool]]:
     per_node = cluster.get("gpus_per_node", 1)
     ranks = sum(per_node) if isinstance(per_node, list) else per_node
-    plan = make_plan(cluster=cluster, batch={"global_size": 4 * ranks})
+    plan = make_plan(cluster=cluster, batch={"global_size": 24 * ranks})
     return sbatch_components(plan), srun_flags(plan)
 
 
@@ -81,6 +81,23 @@ def test_each_component_of_an_uneven_job_has_its_gpus_beside_other_resources() -
     assert [component["gres"] for component in components] == ["gpu:2,nvme:10", "gpu:1,nvme:10"]
     # srun takes one value for all of them.
     assert "cluster.gpu_flag=gpus-per-node" in refusal(ConfigError, flags_of, **uneven, srun={"gres": "nvme:5"}).hint
+
+
+@pytest.mark.parametrize(
+    ("keys", "srun", "hint"),
+    [
+        ({}, {"distribution": "cyclic"}, "block:cyclic"),
+        ({}, {"distribution": "plane=2"}, "block:cyclic"),
+        ({"spare_nodes": 1}, {"nodelist": "node1"}, "cluster.nodelist"),
+    ],
+)
+def test_ranks_stay_where_the_launch_counts_them(keys: dict[str, Any], srun: dict[str, Any], hint: str) -> None:
+    assert hint in refusal(ConfigError, flags_of, nodes=2, gpus_per_node=2, **keys, srun=srun).hint
+
+
+@pytest.mark.parametrize("distribution", ["block", "block:cyclic", "block:fcyclic,Pack", "*:block"])
+def test_the_ranks_of_a_node_may_be_spread_over_its_sockets(distribution: str) -> None:
+    assert flags_of(nodes=2, srun={"distribution": distribution})[1]["distribution"] == distribution
 
 
 TWICE = [
