@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slurm_train.config.secrets import redact
+from slurm_train.formatting import plain
 from slurm_train.rundir.files import (
     append_line,
     append_shared,
@@ -411,7 +412,9 @@ class FailureMark:
 
 def leave_mark(run: RunDirectory, attempt: int, mark: FailureMark) -> None:
     """Adds a rank's mark to its attempt; a run directory that is gone is no second failure."""
-    line = {**asdict(mark), "message": redact(mark.message)[:300], "time_unix_s": time.time()}
+    # Libraries colour their messages, and a note is one line of a table.
+    message = " ".join(plain(redact(mark.message)).split("\n"))
+    line = {**asdict(mark), "message": message[:300], "time_unix_s": time.time()}
     if run.attempt_logs(attempt).is_dir():
         append_shared(run.attempt_logs(attempt) / "failures.jsonl", line)
 

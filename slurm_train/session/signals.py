@@ -12,6 +12,7 @@ a collective for ever ends.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import mmap
@@ -59,6 +60,7 @@ class StopFlag:
         "_seen_by_children",
         "asked_by",
         "handlers",
+        "native_handlers",
         "requested",
         "signal_at",
         "signal_number",
@@ -73,6 +75,7 @@ class StopFlag:
         self.asked_by = ""
         """Who asked, if it was not by a signal."""
         self.handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
+        self.native_handlers: dict[int, int | None] = {}
         """What `install` has installed, by the number of the signal."""
         self._clock = clock
         self._next_look_s = 0.0
@@ -114,7 +117,7 @@ class StopFlag:
         return [
             signal.Signals(number).name
             for number, handler in self.handlers.items()
-            if signal.getsignal(number) is not handler
+            if signal.getsignal(number) is not handler or _native_handler(number) != self.native_handlers[number]
         ]
 
     def __del__(self) -> None:
@@ -283,10 +286,27 @@ def _install(flag: StopFlag, signals: Iterable[signal.Signals], *, rank_pid: int
     for number in signals:
         signal.signal(number, set_flag)
         flag.handlers[number] = set_flag
+        flag.native_handlers[number] = _native_handler(number)
     _hold_signals_at_forks()
     _hold_signals_at_spawns()
     # A signal that came before this point is delivered now, if the parent had blocked it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, list(signals))
+
+
+def _native_handler(number: int) -> int | None:
+    """Returns the address of the function that the kernel calls for a signal: C++ libraries replace Python's unseen.
+
+    None where the C library does not tell. jax.distributed.initialize is such a library (0.10).
+    """
+    # The address comes first in the structure, on Linux whatever the processor; 256 bytes hold all of it.
+    action = (ctypes.c_void_p * 32)()
+    sigaction = _sigaction()
+    return action[0] if sigaction is not None and sigaction(number, None, action) == 0 else None
+
+
+@functools.cache
+def _sigaction() -> Callable[[int, None, Any], int] | None:
+    return getattr(ctypes.CDLL(None), "sigaction", None)
 
 
 @functools.cache

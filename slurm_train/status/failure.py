@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_train.formatting import plain
 from slurm_train.rundir.attempts import ledger_entry
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import change_times, listed, read_tail
@@ -62,6 +63,7 @@ def last_words(text: str) -> str:
     Args:
         text: the end of the log.
     """
+    text = plain(text)
     frames_and_error = _last_traceback(tracebacks(text)).rpartition(HEADLINE)[2]
     errors = [line for line in frames_and_error.splitlines() if line and not line.startswith(" ")]
     if errors:

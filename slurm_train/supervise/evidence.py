@@ -339,8 +339,8 @@ def silent_end(
         return ""
     which = f"rank {ended_well[0]}" if len(ended_well) == 1 else f"{len(ended_well)} ranks, {ended_well[0]} the first,"
     return (
-        f"{which} had ended with exit code 0 while others went on: {marks[0]}; all ranks must take the same number of "
-        "steps and end together"
+        f"{which} had ended with exit code 0 while others went on{_words_in_log(run, attempt, ended_well[0])}; then "
+        f"{marks[0]}; all ranks must take the same number of steps and end together"
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.config.secrets import redact
+from slurm_train.formatting import plain
 from slurm_train.rundir.attempts import was_saved
 from slurm_train.rundir.files import last_lines, read_tail
 from slurm_train.rundir.paths import RunDirectory
@@ -197,8 +198,7 @@ def progress_line(log: str) -> str:
 
 
 def _lines_of(log: str) -> list[str]:
-    # A progress bar ends its lines by a carriage return.
-    return [line for line in re.split(r"[\r\n]+", log) if _form_of(line)]
+    return [line for line in plain(log).split("\n") if _form_of(line)]
 
 
 def _form_of(line: str) -> str:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from slurm_train.session.client import has_joined
 
@@ -27,9 +28,9 @@ _TRAINS_FOR_S = 30.0
 _LEAST_LOOKS = 5
 _TRAINS = ("/torch/autograd/", "/torch/optim/")
 _SPAWNS = "/torch/multiprocessing/spawn.py"
+_ONE_RANK = "for one rank, +cluster=1x1, or run.processes=1 on this machine"
 _ADVICE = (
-    "for one model, have it call init_process_group (some do at a word of theirs, e.g. --dist-url=env://); for one "
-    "rank, +cluster=1x1, or run.processes=1 on this machine"
+    "for one model, have it call init_process_group (some do at a word of theirs, e.g. --dist-url=env://); " + _ONE_RANK
 )
 
 
@@ -56,8 +57,14 @@ class ApartWatch:
     def end(self) -> None:
         """Called where the script has ended well."""
         # Of a program that has joined the session, the ranks know of each other by that.
-        if not self._is_over and (self._num_seen or not has_joined()):
+        if self._is_over or (has_joined() and not self._num_seen):
+            return
+        if "torch" in sys.modules:
             self._say("has not opened torch.distributed, to the end", "if it trains, each trains")
+        elif _is_jax_alone():
+            self._leave_remark(
+                "has not called jax.distributed.initialize, to the end", "if it trains, each trains", _ONE_RANK
+            )
 
     def _look(self) -> None:
         while not self._is_over:
@@ -88,12 +95,12 @@ class ApartWatch:
     def _say(self, what: str, each_trains: str) -> None:
         if self._is_over or "torch" not in sys.modules or _group_size() or _has_other_way():
             return
+        self._leave_remark(what, each_trains, _ADVICE)
+
+    def _leave_remark(self, what: str, each_trains: str, advice: str) -> None:
         self._is_over = True
-        self._leave(
-            0,
-            f"the program {what}: its {self._num_ranks} ranks do not know of each other by it, and {each_trains} a "
-            f"model of its own; {_ADVICE}",
-        )
+        ranks = f"its {self._num_ranks} ranks do not know of each other by it"
+        self._leave(0, f"the program {what}: {ranks}, and {each_trains} a model of its own; {advice}")
 
     def _leave(self, size: int, remark: str) -> None:
         """Prints the remark into the log of rank 0, and records it for `status` and the run's end."""
@@ -129,5 +136,11 @@ def _group_size() -> int:
     return int(module.get_world_size())
 
 
-def _has_other_way() -> bool:
-    return any(name in sys.modules for name in _OTHER_WAYS)
+def _is_jax_alone() -> bool:
+    """Returns whether the program has JAX and has not joined its ranks by it; False where JAX does not tell."""
+    state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    return hasattr(state, "client") and state.client is None and not _has_other_way(besides="jax")
+
+
+def _has_other_way(*, besides: str = "") -> bool:
+    return any(name in sys.modules for name in _OTHER_WAYS if name != besides)

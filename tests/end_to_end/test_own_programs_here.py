@@ -154,7 +154,10 @@ train()
             'print("no licence", file=sys.stderr, flush=True); os._exit(3)',
             r"rank 1 on \S+: ended with exit code 3; its last words: no licence$",
         ),
-        ("sys.exit(0)", r"rank 1 had ended with exit code 0 while others went on: rank 0 on \S+: RuntimeError: .*"),
+        (
+            "sys.exit(0)",
+            r"rank 1 had ended with exit code 0 while others went on.*; then rank 0 on \S+: RuntimeError: .*",
+        ),
         ("sys.exit(4)", r"rank 1 on \S+: the script ended with code 4$"),
     ],
     ids=["raised", "os._exit", "ended too early", "sys.exit"],

@@ -76,7 +76,7 @@ def test_a_save_has_one_line_and_a_disk_that_refuses_it_costs_nothing(run: RunDi
 
 def test_the_earliest_mark_is_the_cause_and_repeats_no_secret(run: RunDirectory) -> None:
     token = "hf_" + "aB3" * 9
-    first = FailureMark(rank=3, host="node2", exit_code=1, message=f"401 for {token}")
+    first = FailureMark(rank=3, host="node2", exit_code=1, message=f"\x1b[31m401\x1b[0m for\r{token}")
     leave_mark(run, 0, first)
     assert first_mark(run, 0) is None, "a run directory that is gone is no second failure"
     run.attempt_logs(0).mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -656,6 +657,13 @@ def test_another_handler_of_a_stop_signal_is_told_once(tmp_path: Path, capsys: p
     session.should_stop()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("slurm_train: SIGTERM got another handler after `join()`, so `should_stop` does not see it")
+    session.take_signals()
+    assert stop.replaced() == []
+    # A C++ library calls the kernel itself, as jax.distributed.initialize does.
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(signal.SIGTERM, ctypes.cast(libc.abs, ctypes.c_void_p))
+    assert signal.getsignal(signal.SIGTERM) is stop.handlers[signal.SIGTERM] and stop.replaced() == ["SIGTERM"]
     session.take_signals()
     assert stop.replaced() == []
     for number, handler in before.items():

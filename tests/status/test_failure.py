@@ -136,6 +136,7 @@ train.py FAILED
         (f"{ONE}\n\n{LAUNCHER}\n", "ValueError: no such layer"),
         (f"{CHAINED}\nbye\n", "RuntimeError: again"),
         ("\n".join(f"[rank3]: {line}" for line in ONE.splitlines()) + f"\n{LAUNCHER}", "ValueError: no such layer"),
+        ("\x1b[1;31mValueError\x1b[0m: no\r 40%|██  | 4/10 [\r\x1b[KKilled\r\n", "Killed"),
         (LAUNCHER, "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"),
         (
             "step 1\nslurmstepd: error: pyxis: no image\nslurmstepd-n1: error: Failed to invoke spank plugin stack\n",
@@ -148,6 +149,7 @@ train.py FAILED
         "torchrun's after its rank's",
         "chained",
         "with the rank",
+        "with signs for a terminal",
         "torchrun's alone",
         "a plug-in of Slurm",
     ],

@@ -174,8 +174,8 @@ ENDS = [TaskEnd((0,), "node1", "Exited with exit code 1"), TaskEnd((2,), "node2"
         (
             [LOST],
             [ENDS[0], TaskEnd((2, 3), "node2", "Terminated")],
-            f"rank 1 had ended with exit code 0 while others went on: {LOST}; all ranks must take the same number of "
-            "steps and end together",
+            f"rank 1 had ended with exit code 0 while others went on; its last words: no data left; then {LOST}; all "
+            "ranks must take the same number of steps and end together",
         ),
         ([LOST], [ENDS[0], TaskEnd((1, 2, 3), "node2", "Terminated")], ""),
         ([LOST], [TaskEnd((2, 3), "node2", "Terminated"), ENDS[0]], "rank 2 on node2: Terminated"),
@@ -202,6 +202,7 @@ def test_a_rank_that_left_no_mark(tmp_path: Path, marks: list[FailureMark], ends
     run = RunDirectory(tmp_path)
     run.attempt_logs(1).mkdir(parents=True)
     run.rank_log(1, 2).write_text("step 1\ntrain: command not found\n\n")
+    run.rank_log(1, 1).write_text("step 1\n\x1b[33mno data left\x1b[0m\r\n")
     for mark in marks:
         leave_mark(run, 1, mark)
     assert silent_end(run, 1, ends, marks=read_marks(run, 1), num_ranks=4) == words

@@ -332,6 +332,9 @@ def test_a_stop_signal_before_an_end_with_0_is_on_record(tmp_path: Path, line: s
 
 
 GROUP = "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)"
+JAX = (
+    "import types; jax = types.SimpleNamespace(global_state=types.SimpleNamespace(client=%s)); sys.modules['jax'] = sys"
+)
 TO_THE_END = "has not opened torch.distributed, to the end: its 2 ranks do not know"
 
 
@@ -343,13 +346,17 @@ TO_THE_END = "has not opened torch.distributed, to the end: its 2 ranks do not k
         ("import torch", 0, 1, ""),
         ("print('no torch')", 0, 2, ""),
         ("import torch; sys.modules['jax'] = sys", 0, 2, ""),
+        ("sys.modules['jax'] = sys", 0, 2, ""),
+        (f"{JAX % None}; sys.modules['jax._src.distributed'] = jax", 0, 2, "has not called jax.distributed.initialize"),
+        (f"{JAX % 1}; sys.modules['jax._src.distributed'] = jax", 0, 2, ""),
         ("import torch; from slurm_train import session; session.join()", 0, 2, ""),
         ("import torch; sys.exit(75)", 0, 2, ""),
         (f"import torch; {GROUP}; time.sleep(1.1)", 0, 2, "torch.distributed has 1 rank, and the run has 2"),
         (f"import torch; sys.modules['ray'] = sys; {GROUP}; time.sleep(1.1)", 0, 2, ""),
     ],
     ids=[
-        *("two ranks", "said once", "one rank", "no torch", "another way", "joined", "stopped"),
+        *("two ranks", "said once", "one rank", "no torch", "another way"),
+        *("JAX that does not tell", "JAX alone", "JAX", "joined", "stopped"),
         *("a group of its own", "a library that makes groups"),
     ],
 )
@@ -365,7 +372,7 @@ def test_ranks_that_do_not_know_of_each_other_are_told(
     if said:
         assert group is not None and said in group.remark and group.remark in done.stderr, done.stderr
     else:
-        assert "torch.distributed" not in done.stderr and (group is None or not group.remark), done.stderr
+        assert "slurm_train: " not in done.stderr and (group is None or not group.remark), done.stderr
 
 
 @pytest.mark.parametrize(
