@@ -44,6 +44,7 @@ if [ "$tests" = full ]; then
         "gcc libc6-dev pkg-config fuse3 libfuse3-dev"
     require "a look at pages in a browser" "chromium chromedriver" "chromium chromium-driver"
     require "completion in other shells" "zsh fish" "zsh fish"
+    require "a login node behind ssh" "ssh sshd" "openssh-client openssh-server"
 fi
 [ -n "$wanted" ] || exit 0
 

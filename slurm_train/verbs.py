@@ -499,6 +499,8 @@ The same command again starts what is missing, waits for what runs, and prints t
         is_tool=True,
     ),
     "supervise": Verb("cli.supervise"),
+    "there": Verb("cli.on:answer_request"),
+    "submit": Verb("cli.handles"),
     "torchrun": Verb("worker.torchrun"),
     "worker": Verb("worker.main"),
     "complete": Verb("tools.completion:complete", is_tool=True),
@@ -519,6 +521,8 @@ Slurm-native training for PyTorch: one line plans, submits, watches, checkpoints
   python -m slurm_train model._target_=my_package.MyModel data._target_=my_package.MyData
   python -m slurm_train +cluster=2x4 task._target_=my_package.main      your function on every rank
   python -m slurm_train +cluster=2x4 "script=[train.py,--epochs,3]"     your script on every rank
+
+  python -m slurm_train --on HOST +cluster=4x8       from your own machine: by ssh, on that login node; so do all verbs
 
 verbs (`python -m slurm_train VERB --help` tells more):
 @VERBS@
@@ -642,6 +646,9 @@ def _stand_in_for_passwd() -> None:
 
 
 def _dispatch(words: Sequence[str]) -> int:
+    if "--on" in words:
+        at = words.index("--on")
+        return _load_quickly(Verb("cli.on"))([*words[at + 1 : at + 2], *words[:at], *words[at + 2 :]])
     first = words[0] if words else ""
     if first in VERBS:
         # A rank runs a user's code, which keeps Python's own settings.

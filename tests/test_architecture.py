@@ -84,16 +84,17 @@ COMMAND_WORDS = {
 OWN_CLUSTER = "tools.devcluster."
 # The ranks' stop flag; those that outlive the ranks, which are the supervisor, the local launch, a sweep on this
 # machine and whoever waits in an allocation; loader workers, which are made deaf; a tracker's process, whose
-# stdin ends with the run.
+# stdin ends with the run; ssh, which leaves Ctrl-C to the command that has started it.
 SIGNAL_HANDLERS = {
-    *("session.signals", "supervise.supervisor"),
+    *("session.signals", "supervise.supervisor", "cli.on"),
     *("tools.trackers.follow", "data.mapstyle"),
 }
 # A script's runner is a program of its own, started by its path.
 # `session.join` is where a user's own program enters.
 ENVIRONMENT_READERS = ("cli.", "worker.", "verbs", "__main__", "session.client")
-# cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
-ENVIRONMENT_WRITERS = {"train.context"}
+# cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there. Words that were
+# sent by ssh run in the process that has received them.
+ENVIRONMENT_WRITERS = {"train.context", "cli.on"}
 MESH_MAKERS = {"distributed.parallelize"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Lines of code: docstrings, comments and blank lines do not count.

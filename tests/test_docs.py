@@ -62,7 +62,9 @@ def commands_in(text: str, *, source: str) -> Iterator[Command]:
     for line in text.replace("\\\n", " ").splitlines():
         bare = line.strip().removeprefix("$ ").partition("  (")[0]
         if bare.startswith(COMMAND):
-            yield Command(source, tuple(shlex.split(bare.removeprefix(COMMAND), comments=True)))
+            words = shlex.split(bare.removeprefix(COMMAND), comments=True)
+            # On another machine the words are the same.
+            yield Command(source, tuple(words[2:] if words[:1] == ["--on"] else words))
 
 
 def all_commands() -> list[Command]:

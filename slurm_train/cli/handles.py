@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from slurm_train.cli.run import begin
 from slurm_train.cli.terminal import quiet
-from slurm_train.errors import RunError, TimedOutError
+from slurm_train.errors import EXIT_DONE, RunError, TimedOutError
 from slurm_train.launch.cancel import cancel_run, cancel_sweep
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import read_job
@@ -30,6 +30,9 @@ from slurm_train.status.run_status import RunStatus, until_over
 from slurm_train.status.selection import build_surveyor
 from slurm_train.trust import read_text
 from slurm_train.verbs import DEFAULT_ROOT
+
+if TYPE_CHECKING:
+    from slurm_train.cli.on import RemoteRun
 
 _POLL_S = 5.0
 
@@ -150,7 +153,19 @@ class Sweep:
         return read_table(self._files)
 
 
-def submit(words: Sequence[str], *, after: Sequence[Run | Sweep] = (), verbose: bool = False) -> Run | Sweep:
+@overload
+def submit(
+    words: Sequence[str], *, after: Sequence[Run | Sweep] = (), verbose: bool = False, on: None = None
+) -> Run | Sweep: ...
+
+
+@overload
+def submit(words: Sequence[str], *, on: str) -> RemoteRun: ...
+
+
+def submit(
+    words: Sequence[str], *, after: Sequence[Run | Sweep] = (), verbose: bool = False, on: str | None = None
+) -> Run | Sweep | RemoteRun:
     """Submits the run of a command line, e.g. ["+cluster=2x4", "optim.lr=3e-4"], and returns it; with "-m" a sweep.
 
     A run that is finished is returned as it is.
@@ -159,16 +174,27 @@ def submit(words: Sequence[str], *, after: Sequence[Run | Sweep] = (), verbose: 
         words: those of a command line, one text each.
         after: what Slurm waits for, as `after=RUN`: it starts when all of these have finished.
         verbose: print the plan and the notes, as the command line does.
+        on: the login node to submit on by ssh, HOST or HOST:FOLDER; None: this machine.
 
     Raises:
         ConfigError: a word is wrong, or the run would be trained here.
         ClusterError: Slurm is absent or refuses.
         RunError: the run is active already, or would not be the same training.
     """
+    if on is not None:
+        from slurm_train.cli.on import submit_there
+
+        return submit_there(on, words)
     with nullcontext() if verbose else quiet():
         _, directory = begin([*words, *(f"after={run.path}" for run in after)], only_submits=True)
     assert directory is not None, "what was submitted has a directory"
     return Run(directory.path) if isinstance(directory, RunDirectory) else Sweep(directory.path)
+
+
+def main(words: Sequence[str]) -> int:
+    """Submits, for a program on another machine; prints the directory and returns 0."""
+    print(submit(words).path)
+    return EXIT_DONE
 
 
 def find(word: str, *, root: str | None = None) -> Run | Sweep:

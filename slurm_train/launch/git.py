@@ -17,6 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_train.rundir.files import read_json
+from slurm_train.trust import trusted_owners
+
 # An empty value disables core.fsmonitor in every version; before 2.36 "false" was the name of a program.
 _SWITCHED_OFF = ("core.fsmonitor=", "core.hooksPath=/dev/null", "diff.external=")
 # Objects that a partial clone lacks are not fetched, since the remote may be a command. No index is written.
@@ -42,6 +45,8 @@ _SECRET_FILES = (
     *("credentials", "credentials.json", "client_secret*.json", "service_account*.json", "service-account*.json"),
     *("secrets.yaml", "secrets.yml", "secrets.toml", "secrets.json", ".htpasswd"),
 )
+SENT_FILE = ".slurm_train_sent.json"
+"""In a folder that was sent from another machine: its files, and what git has said of it there."""
 _EXAMPLES = (".env.example", ".env.sample", ".env.template", "example.env")
 
 
@@ -165,6 +170,9 @@ def read_git(folder: Path, env: Mapping[str, str], *, prefix: str = "") -> Sourc
         env: environment of the caller.
         prefix: its path below the outermost folder, e.g. "libs/mylib/".
     """
+    if sent := read_json(folder / SENT_FILE, writers=trusted_owners()):
+        sent_files, not_in_commit = tuple(sent["files"]), frozenset(sent["untracked"])
+        return SourceState(sent_files, sent["commit"], sent["difference"], untracked=not_in_commit)
     # -t puts a letter and a blank in front of each name: "?" for files that git does not track.
     listed = run_git(folder, "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard", env=env)
     if listed is None:
