@@ -276,8 +276,9 @@ def _by_reservations(
                 "which a run saves: set cluster.time so that it ends before"
             )
         until_begin_min = int((begin_unix_s - now_unix_s) // 60)
-        is_after = start_unix_s is not None and start_unix_s >= begin_unix_s
-        if "MAINT" in reservation.get("Flags", "").split(",") and until_begin_min > 0 and is_after:
+        is_after = start_unix_s is not None and start_unix_s >= begin_unix_s and not request.is_put_off
+        is_maintenance = "MAINT" in reservation.get("Flags", "").split(",") and name != request.reservation
+        if is_maintenance and until_begin_min > 0 and is_after:
             yield (
                 f"maintenance {name} begins {_moment(begin_unix_s)}: a job of at most {until_begin_min} min may end "
                 "before it"

@@ -115,6 +115,8 @@ class JobRequest:
     """None: as much as the partition gives."""
     has_shorter_time: bool = False
     """Whether it takes less time where it must (--time-min)."""
+    is_put_off: bool = False
+    """Whether it is to start later (--begin)."""
     least: Amounts = field(default_factory=dict)
     """The least that it takes of each trackable resource; what is not known is left out."""
     most: Amounts = field(default_factory=dict)
@@ -308,6 +310,7 @@ def read_request(directives: Mapping[str, str]) -> JobRequest:
         reservation=directives.get("reservation", ""),
         time_min=_minutes(directives.get("time", "")),
         has_shorter_time="time-min" in directives,
+        is_put_off="begin" in directives,
         least=least | {"job": 1, "submit": 1},
         # More CPUs and memory than were asked may be given.
         most={name: amount for name, amount in most.items() if name == "node" or name.startswith("gres/")},
@@ -331,12 +334,16 @@ def _amounts(directives: Mapping[str, str], nodes: int) -> dict[str, int]:
 def _gpus(directives: Mapping[str, str], *, nodes: int, tasks: int | None) -> dict[str, int]:
     factors = {"gres": nodes, "gpus-per-node": nodes, "gpus-per-task": tasks, "gpus": 1}
     for name, factor in factors.items():
+        if name not in directives:
+            continue
         read = parse_gpus if name == "gres" else asked_gpus
-        number, gpu_type = read(directives.get(name, ""))
+        number, gpu_type = read(directives[name])
         if number and factor:
             typed = {f"gres/gpu:{gpu_type}": number * factor} if gpu_type else {}
             return {"gres/gpu": number * factor, **typed}
-    return {}
+    # "--tres-per-task" and others may ask for GPUs as well.
+    is_known = not any("gpu" in name or "tres" in name for name in directives)
+    return {"gres/gpu": 0} if is_known else {}
 
 
 def _minutes(text: str) -> int | None:
@@ -379,7 +386,8 @@ def longest_limit_min(facts: SiteFacts, request: JobRequest) -> int | None:
 
 def limits_in_partitions(facts: SiteFacts, request: JobRequest) -> list[JobLimits]:
     """Returns the limits in each of a job's partitions, by each of its QOS; Slurm leaves out what is no partition."""
-    usual = [partition.name for partition in facts.partitions if partition.is_default]
+    # A reservation may bring a partition of its own.
+    usual = [partition.name for partition in facts.partitions if partition.is_default and not request.reservation]
     names = [name for name in request.partitions or usual if _record_of(facts, name)]
     # 24.11 and newer take several QOS: "short,long".
     every_qos = [name.strip() for name in request.qos.split(",")]
@@ -411,8 +419,7 @@ def _obstacles_in(limits: JobLimits, request: JobRequest) -> Iterator[Obstacle]:
                 yield _too_many(name, asked, limit)
     for name, found in limits.least.items():
         for limit in found:
-            # A job without GPUs takes none, as far as its script says.
-            asked = request.most.get(name, 0 if name == "gres/gpu" and request.most else None)
+            asked = request.most.get(name)
             if asked is not None and asked < limit.value:
                 resource = _RESOURCES.get(name, name)
                 what = f"{asked} {resource} are fewer than {limit.owner} wants of a job ({limit.value})"

@@ -214,9 +214,11 @@ def parse_gpus(gres: str) -> tuple[int, str]:
 
 
 def asked_gpus(value: str) -> tuple[int, str]:
-    """Returns number and type of the GPUs that --gpus and its like ask for: "a100:4" -> (4, "a100"), "8" -> (8, "")."""
-    gpu_type, _, number = value.rpartition(":")
-    return (int(number), gpu_type) if number.isdigit() else (0, "")
+    """Returns number and type of the GPUs that --gpus and its like ask for: "a100:4" -> (4, "a100"), "8" -> (8, "").
+
+    Of several types the numbers add up and the type is "", as for `parse_gpus`.
+    """
+    return parse_gpus(",".join(f"gpu:{entry}" for entry in value.split(",")))
 
 
 def tres_gpus(tres: str) -> int | None:

@@ -53,6 +53,7 @@ class Refusal(enum.Enum):
     SIZE = "set cluster.nodes and cluster.gpus_per_node"
     CPUS = "lower cluster.cpus_per_gpu or cluster.nodes (`sinfo -o '%P %c'` shows the CPUs of a node)"
     MEMORY = "lower cluster.memory_gb_per_gpu (`sinfo -o '%P %m'` shows the MB of a node)"
+    DISK = "lower cluster.sbatch.tmp"
     GPUS = "see `sinfo -o '%P %G'` for the GPUs and their types; set cluster.gpu_type and cluster.gpu_flag"
     GPU_FLAG = "set cluster.gpu_flag=gres"
     NODE_NAME = "see `sinfo -N` for the names and set cluster.nodelist or cluster.exclude"
@@ -118,6 +119,11 @@ _OF_MESSAGE = {
     "More processors requested than permitted": Refusal.CPUS,
     "CPU count specification invalid": Refusal.CPUS,
     "Memory required by task is not available": Refusal.MEMORY,
+    # Before the message that no nodes fit.
+    "CPU count per node can not be satisfied": Refusal.CPUS,
+    "Memory specification can not be satisfied": Refusal.MEMORY,
+    "Temporary disk specification can not be satisfied": Refusal.DISK,
+    "Socket, core and/or thread specification can not be satisfied": Refusal.RESOURCES,
     "Invalid generic resource (gres) specification": Refusal.GPUS,
     "Duplicate generic resource (gres) specification": Refusal.GPUS,
     "Invalid GRES specification (with and without type identification)": Refusal.GPUS,

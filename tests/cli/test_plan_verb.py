@@ -85,6 +85,24 @@ def test_a_plan_says_what_a_run_needs_costs_and_may_lose(shell: Shell) -> None:
     assert rows["rank-hours"].startswith("not known") and rows["comes back"].startswith("not by itself")
 
 
+def test_a_plan_names_limits_that_the_run_and_its_return_will_meet(shell: Shell) -> None:
+    shell.slurm.be_site(RECORDED / "devcluster")
+    (shell.slurm.folder / "qos.out").write_text("normal|0|00:00:15||requeue|00:30:00|||||||||||1||\n")
+    with (shell.slurm.folder / "config.out").open("a") as config:
+        config.write("RequeueExit             = 1\n")
+    rows = rows_of(shell, "+cluster=2x4 cluster.time_limit_min=480")
+    assert rows["Slurm"].startswith("would let it wait for ever: cluster.time_limit_min=480 is more than QOS normal")
+    assert "one job into the queue" in rows["comes back"] and "RequeueExit=1" in rows["comes back"]
+    facts = json.loads(shell.types("plan --json +cluster=2x4 cluster.time_limit_min=480").out)
+    assert facts["slurm"]["is_accepted"] is False
+    partitions = shell.slurm.folder / "partitions.out"
+    partitions.write_text(partitions.read_text().replace("State=UP", "State=DOWN"))
+    start = "sbatch: Job 5 to start at 2026-01-31T09:41:24 using 8 processors on nodes node[1-2] in partition main"
+    (shell.slurm.folder / "verdict").write_text(f"{start}\n")
+    rows = rows_of(shell, "+cluster=2x4 cluster.time_limit_min=30")
+    assert "main is DOWN" in rows["Slurm"] and "estimated start" not in rows["Slurm"]
+
+
 def test_the_plan_in_readme_is_the_one_that_is_printed(shell: Shell) -> None:
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     command, *lines = readme.partition("    $ python -m slurm_train plan ")[2].partition("    $ ")[0].splitlines()

@@ -158,6 +158,8 @@ def test_what_delays_or_ends_a_job_is_a_remark() -> None:
     for start_s, has_remark in ((now_s + 600, False), (now_s + 7200, True)):
         # A job that finds other nodes before is not told of it.
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(start_s))
+        for wanted in ("begin=now+1hour", "reservation=m"):
+            assert "before it" not in "".join(outlook_of(script(wanted, "time=9"), commands, start=start).remarks)
         remarks = outlook_of(script("time=90"), commands, start=start).remarks
         assert ["a job of at most 59 min may end before it" in remark for remark in remarks] == [True] * has_remark
 

@@ -17,7 +17,7 @@ from slurm_train.slurm.job_limits import (
     partitions_that_are_down,
     read_request,
 )
-from slurm_train.slurm.policy import Association, Qos
+from slurm_train.slurm.policy import Association, Qos, parse_sinfo
 from slurm_train.slurm.site import SiteFacts
 
 DEV = Association(cluster="c", account="dev", is_default=True, qos=("normal", "short"), default_qos="normal")
@@ -87,6 +87,10 @@ JOBS: list[tuple[dict[str, str], str]] = [
         "2 GPUs are more than QOS tiny allows for all jobs of a user",
     ),
     ({"partition": "main", "qos": "tiny", "gpus": "1"}, ""),
+    ({"partition": "main", "qos": "tiny", "gpus": "a100:1,h100:1"}, "2 GPUs are more than QOS tiny"),
+    ({"partition": "main", "qos": "pairs"}, "0 GPUs are fewer than QOS pairs wants of a job (2)"),
+    ({"partition": "main", "qos": "pairs", "gres": "nvme:1"}, "0 GPUs are fewer than QOS pairs"),
+    ({"partition": "main", "qos": "pairs", "tres-per-task": "gres/gpu:2"}, ""),
     ({"partition": "main", "qos": "tiny", "ntasks": "2", "gpus-per-task": "1"}, "2 GPUs are more than QOS tiny"),
     ({"partition": "main", "qos": "typed", "gpus-per-node": "a100:4"}, "4 gres/gpu:a100 are more than QOS typed"),
     ({"partition": "main", "qos": "typed", "gpus-per-node": "4"}, ""),
@@ -167,6 +171,13 @@ def test_the_limit_of_a_job_that_names_none() -> None:
     assert longest_limit_min(FACTS, request(partition="partqos")) == 60
     assert longest_limit_min(FACTS, request(partition="main,big")) is None
     assert longest_limit_min(FACTS, request(partition="main", time="1:30:00")) == 90
+
+
+def test_a_reservation_may_bring_another_partition_than_the_default() -> None:
+    (main,) = parse_sinfo("main|main*|up|4|1-infinite|1-00:00:00|1:00:00|gpu:8|64|1|512000|idle\n")
+    facts = replace(FACTS, partitions=[main])
+    assert obstacles(facts, request(time="1441")) != []
+    assert obstacles(facts, request(time="1441", reservation="mine")) == []
 
 
 def test_a_queue_for_one_job_is_told() -> None:

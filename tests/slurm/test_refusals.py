@@ -150,6 +150,8 @@ BY_SITE = [
     ("Your job requests 1 node; partition large needs at least 16 nodes", OTHER, "cluster.nodes", "cluster.partition"),
     ("--mail-user must be a domain address", OTHER, "cluster.sbatch.mail-user", ""),
     ("--export=ALL is not allowed here, use --export=NONE", OTHER, "cluster.export", "sbatch"),
+    ("Memory specification can not be satisfied", CONFIGURATION, "lower cluster.memory_gb_per_gpu", "MinNodes"),
+    ("CPU count per node can not be satisfied", CONFIGURATION, "lower cluster.cpus_per_gpu", "MinNodes"),
     ("Job requeue disabled", OTHER, "requeue.enabled=false", ""),
     ("Please request a GPU model: --gres=gpu:<model>:<n>", OTHER, "cluster.gpu_type", ""),
     ("You must specify --gpus or --gpus-per-task (ntasks-per-node alone is not enough)", OTHER, "cluster.gpu_flag", ""),
