@@ -20,6 +20,7 @@ import re
 import shutil
 import stat
 import sys
+import unicodedata
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,10 @@ _MOST_TEMPLATE_BYTES = 2**16
 # Of a text: 16 MiB in all, read in about 0.1 s from a file server.
 _BLOCK_BYTES = 4096
 _NUM_BLOCKS = 4096
+# Categories of Unicode: marks, controls, formats and separators.
+_WITHOUT_FORM = ("Mn", "Me", "Cc", "Cf", "Zs", "Zl", "Zp")
+# Documents of each half in which text without a token is looked for: where one is, others are.
+_NUM_LOOKED_AT = 64
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTES_AT_ONCE = 4 * 2**20
 
@@ -142,6 +147,17 @@ def notes_of(index: ShardIndex) -> list[str]:
             notes.append(
                 f"{name}: {split.replaced} places are no UTF-8 and became U+FFFD; convert such files, e.g. "
                 "iconv -f latin1 -t utf-8"
+            )
+        if split.unknown:
+            notes.append(
+                f"{name}: {split.unknown} of {split.targets} tokens stand for text that the tokenizer does not know; "
+                "take one that was made for such text, or bytes"
+            )
+        if split.lost:
+            num_looked_at = min(split.documents, _NUM_LOOKED_AT)
+            notes.append(
+                f"{name}: {split.lost} characters of the first {num_looked_at} documents are in no token: the "
+                "tokenizer leaves out what it does not know; take one that was made for such text, or bytes"
             )
     return notes
 
@@ -349,7 +365,7 @@ def _write_shards(
     halves = split_documents(documents, held_out=options.held_out)
     for split, half in zip(("train", "heldout"), halves, strict=True):
         texts = _Counted(half, column=options.text_column)
-        replaced = encoding.num_replaced
+        before = encoding.faults()
         pieces = (piece for tokens in encoding.encode(texts) for piece in (begin, tokens, end))
         shards = write_shards(
             directory, split, pieces, dtype=index.dtype, max_targets=options.max_targets, first=index.end_of_document
@@ -360,7 +376,7 @@ def _write_shards(
             targets=sum(shard.tokens - 1 for shard in shards),
             shards=shards,
             empty=texts.num_empty,
-            replaced=encoding.num_replaced - replaced,
+            **{name: count - before[name] for name, count in encoding.faults().items()},
         )
     if not index.splits["train"].documents:
         raise DataError(
@@ -463,6 +479,28 @@ def _named_beside(path: Path, name: str) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
+def _unknown_token(path: Path) -> str:
+    """Returns the name of the token that a tokenizer gives for what it does not know, "" where it has none."""
+    model = (read_json(path) or {}).get("model") or {}
+    if isinstance(model.get("unk_id"), int):  # of Unigram, whose vocabulary is a list
+        name, _ = model["vocab"][model["unk_id"]]
+        return str(name)
+    return str(model.get("unk_token") or "")
+
+
+def _num_uncovered(text: str, offsets: Sequence[tuple[int, int]]) -> int:
+    """Returns how many characters of a text are in no token.
+
+    White space, marks that a normalizer joins with their letter, and characters without a form of their own are left
+    aside.
+    """
+    is_covered = np.zeros(len(text), dtype=bool)
+    for start, stop in offsets:
+        is_covered[start:stop] = True
+    uncovered = (text[place] for place in np.flatnonzero(~is_covered))
+    return sum(unicodedata.category(char) not in _WITHOUT_FORM for char in uncovered)
+
+
 def _begin_tokens(path: Path, data: bytes) -> list[str]:
     """Returns the names of the tokens that a tokenizer puts before a text: by its template, or by its configuration.
 
@@ -506,8 +544,10 @@ class ByteEncoding:
     vocab_size = _NUM_BYTE_VALUES + 1
     end_of_document = _NUM_BYTE_VALUES
     begin_of_document: tuple[int, ...] = ()
-    num_replaced = 0
-    """Bytes are taken as they are."""
+
+    def faults(self) -> dict[str, int]:
+        """Returns how often text was not taken as it is: never."""
+        return {}
 
     def encode(self, texts: Iterable[bytes]) -> Iterator[Tokens]:
         """Yields the bytes of each text as uint16 (n,)."""
@@ -557,8 +597,8 @@ class FileEncoding:
         # Whoever has trained with it may have saved these with it: documents would be cut, and filled up with padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.num_replaced = 0
-        """Places in what was encoded that are no UTF-8."""
+        self._faults = {"replaced": 0, "unknown": 0, "lost": 0}
+        self._unknown = self._tokenizer.token_to_id(_unknown_token(path))
         num_ids = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if end_of_document is None:
             names = [_end_token_beside(path), *_END_TOKENS]
@@ -577,13 +617,18 @@ class FileEncoding:
         name = self._tokenizer.id_to_token(token)
         return str(token) if name is None else f"{name} ({token})"
 
+    def faults(self) -> dict[str, int]:
+        """Returns how often text was not taken as it is, so far; names are those of `SplitIndex`."""
+        return dict(self._faults)
+
     def encode(self, texts: Iterable[bytes]) -> Iterator[Tokens]:
         """Yields the ids of each text as uint32 (n,); what is no UTF-8 is replaced."""
+        self._num_looked_at = 0
         some: list[str] = []
         size = 0
         for text in texts:
             decoded = text.decode(errors="replace")
-            self.num_replaced += decoded.count(_REPLACEMENT) - text.count(_REPLACEMENT.encode())
+            self._faults["replaced"] += decoded.count(_REPLACEMENT) - text.count(_REPLACEMENT.encode())
             some.append(decoded)
             size += len(text)
             if size >= _BYTES_AT_ONCE:
@@ -594,8 +639,14 @@ class FileEncoding:
 
     def _encode_some(self, texts: list[str]) -> Iterator[Tokens]:
         # Many at a time: the library spreads them over the cores.
-        for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
-            yield np.array(encoding.ids, dtype="<u4")
+        for text, encoding in zip(texts, self._tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+            if self._num_looked_at < _NUM_LOOKED_AT:
+                self._num_looked_at += 1
+                self._faults["lost"] += _num_uncovered(text, encoding.offsets)
+            ids = np.array(encoding.ids, dtype="<u4")
+            if self._unknown is not None:
+                self._faults["unknown"] += int((ids == self._unknown).sum())
+            yield ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text, document by document."""

@@ -65,6 +65,8 @@ class SplitIndex:
         shards: the files, in order.
         empty: rows and files without text, which are passed over.
         replaced: places that are no UTF-8, which a tokenizer gets as U+FFFD.
+        unknown: tokens that stand for text which the tokenizer does not know.
+        lost: characters of its first documents that are in no token; white space does not count.
     """
 
     documents: int
@@ -73,6 +75,8 @@ class SplitIndex:
     shards: tuple[Shard, ...]
     empty: int = 0
     replaced: int = 0
+    unknown: int = 0
+    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from slurm_train.data.prepare import (
     _outside_digest,
     ends_in_words,
     note_of_begin,
+    notes_of,
     prepare,
     prepare_documents,
 )
@@ -408,3 +409,28 @@ def test_damaged_shards_are_refused(corpus: Path, tmp_path: Path, damage: str) -
     with pytest.raises(DataError, match="train_00000.bin" if damage != "index" else INDEX):
         for tokens in map_tokens(out, read_index(out), "train"):
             assert len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        ({"type": "WordLevel", "vocab": {"<unk>": 0, "hello": 1}, "unk_token": "<unk>"}, "2 of 4 tokens"),
+        ({"type": "Unigram", "vocab": [["<unk>", 0.0], ["hello", -1.0]], "unk_id": 0}, "2 of 4 tokens"),
+        (
+            {"type": "BPE", "vocab": dict(zip("helo", range(4), strict=True)), "merges": []},
+            "9 characters of the first 1 d",
+        ),
+    ],
+    ids=["a token for it", "a token by its number", "left out"],
+)
+def test_text_that_a_tokenizer_does_not_know_is_counted(tmp_path: Path, model: dict[str, Any], count: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    encoder = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    encoder.save(str(tmp_path / "tokenizer.json"))
+    notes = []
+    for name, text in (("unknown", "hello zzzzz \n 1234"), ("known", "hello hello\n")):
+        (tmp_path / name).write_text(text)
+        options = PrepareOptions(held_out=0, tokenizer=tmp_path / "tokenizer.json")
+        notes.append(notes_of(prepare([tmp_path / name], out=tmp_path / f"{name} out", options=options)))
+    assert len(notes[0]) == 1 and count in notes[0][0] and not notes[1]
