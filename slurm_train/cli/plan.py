@@ -298,6 +298,7 @@ def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[s
     from slurm_train.slurm.commands import SlurmCommands
 
     plan = plan_words(settings=settings, env=env, cwd=cwd)
+    warn_of_variables(plan.plans[0].config, cwd=cwd, env=env)
     _say_dependency(after, plan.plans[0], env)
     for name, text in sweep_rows(plan.plans, facts=_site_facts(plan.plans[0], env), env=env):
         note(f"  {name:<13}  {text}")

@@ -35,7 +35,7 @@ from slurm_train.launch.start import Start
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import find_run, find_sweep
 from slurm_train.rundir.paths import RunDirectory, require_private
-from slurm_train.rundir.sweep import SweepDirectory
+from slurm_train.rundir.sweep import SweepDirectory, read_table
 from slurm_train.status.activity import refuse_active
 from slurm_train.status.run_status import RESUMABLE, RunState, read_states
 from slurm_train.trust import read_text
@@ -113,6 +113,9 @@ def _resume_sweep(
     from slurm_train.launch.start_sweep import prepare_resumed_sweep
 
     code_from = working_folder(start.env) if "code" in start.accept else None
+    example = read_table(sweep)[0].run
+    if example.config.is_file():
+        warn_of_variables(load_config(example.config), cwd=code_from or example.code, env=start.env)
     return start_sweep(prepare_resumed_sweep(start, sweep, states=states, where=where, code_from=code_from))
 
 

@@ -68,7 +68,10 @@ def test_every_start_of_a_job_names_the_variables_that_stay_behind(shell: Shell)
     assert said in done.err
     shell.slurm.queue("4711", "CANCELLED")
     assert said in shell.types(f"resume {done.job_and_run[1].run_id}").err
-    assert said in shell.types(f"-m {words} run.name=a,b").err
+    assert said in shell.types(f"plan -m {words} run.name=a,b").err
+    sweep = shell.types(f"-m {words} run.name=a,b")
+    assert said in sweep.err
+    assert said in shell.types(f"resume {sweep.job_and_run[1].path.name}").err
     assert "does not get" not in shell.types(f"{words} run.name=c cluster.export=[MY_LR]").err
 
 
