@@ -202,6 +202,7 @@ _WORDS = {
     "list[Count]": "list of whole numbers from 1",
     "Whole": "whole number from 0",
     "Amount": "number from 0",
+    "Share": "number from 0 to 1",
     "list[Amount]": "list of numbers from 0",
     "Annotated[float, Bound(1, is_open=True)]": "number above 1",
 }

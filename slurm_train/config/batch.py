@@ -20,11 +20,13 @@ from dataclasses import dataclass, replace
 
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, OptimSection, RunConfig
-from slurm_train.errors import BatchError, Check, require_all
+from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.formatting import shorten
 
 LEAST_SHARE = 4
 """A batch by length has at least a fourth of the mean number of samples, however long they are."""
+_WARMUP_SHARE = 0.05
+_DECAY_SHARE = 0.2
 _BATCHES_PER_STAGE = 4
 _NODES_NAMED = 6
 
@@ -235,6 +237,59 @@ def planned_lr(optim: OptimSection, *, global_size: int) -> float:
     """
     ratio = global_size / (optim.lr_global_size or global_size)
     return optim.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optim.lr_retune]
+
+
+def schedule_samples(optim: OptimSection, *, total_samples: int) -> tuple[int, int]:
+    """Returns over how many samples the learning rate rises at the beginning, and falls at the end of wsd.
+
+    Args:
+        optim: says how many, or leaves it at shares of the run.
+        total_samples: samples of the whole run.
+    """
+    warmup = round(total_samples * _WARMUP_SHARE) if optim.warmup_samples is None else optim.warmup_samples
+    decay = round(total_samples * _DECAY_SHARE) if optim.decay_samples is None else optim.decay_samples
+    return warmup, decay
+
+
+def check_schedule(optim: OptimSection, *, total_samples: int, global_size: int) -> None:
+    """Checks that a run is long enough for its schedule.
+
+    Args:
+        optim: the schedule; a function of the user's own is not looked at.
+        total_samples: samples of the whole run.
+        global_size: samples of a step, for the hint.
+
+    Raises:
+        ConfigError: the warm-up takes the whole run, or in wsd the fall would begin before its end; or a fall was asked
+            of a schedule that has none.
+    """
+    if not isinstance(optim.schedule, str):
+        return
+    warmup, decay = schedule_samples(optim, total_samples=total_samples)
+    length = f"the run has {total_samples:,} samples"
+    steps = f"both count samples, steps x {global_size} here"
+    require_all(
+        [
+            (
+                bool(optim.warmup_samples) and warmup >= total_samples,
+                f"optim.warmup_samples={warmup} was asked, and {length}: the rate would never reach optim.lr",
+                f"leave it out or at null (5 % of the run), or make it shorter: {steps}",
+            ),
+            (
+                optim.schedule == "wsd" and warmup + decay > total_samples,
+                f"optim.schedule=wsd was asked with a warm-up over {warmup:,} samples and a fall over the last "
+                f"{decay:,}, and {length}: the rate would jump where one meets the other",
+                f"leave optim.warmup_samples (5 % of the run) or optim.decay_samples (20 %) out, or at null: {steps}",
+            ),
+            (
+                optim.decay_samples is not None and optim.schedule != "wsd",
+                f"optim.decay_samples={optim.decay_samples} was asked with optim.schedule={optim.schedule}, which does "
+                "not use it",
+                "set optim.schedule=wsd, or leave optim.decay_samples out",
+            ),
+        ],
+        ConfigError,
+    )
 
 
 def check_batch(config: RunConfig, plan: BatchPlan, *, layout: ParallelLayout, ranks_per_node: Sequence[int]) -> None:

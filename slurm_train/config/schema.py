@@ -37,14 +37,17 @@ class Bound(NamedTuple):
     """Whether `least` itself is refused."""
     other: int | None = None
     """One number below that is taken as well."""
+    most: float = float("inf")
 
     def __str__(self) -> str:
         text = f"{'above' if self.is_open else 'at least'} {self.least:g}"
+        text += "" if self.most == float("inf") else f" and at most {self.most:g}"
         return text if self.other is None else f"{text} (or {self.other})"
 
     def holds(self, value: float) -> bool:
         """Returns whether a field may have this value; NaN never."""
-        return value == self.other or (value > self.least if self.is_open else value >= self.least)
+        is_large_enough = value > self.least if self.is_open else value >= self.least
+        return value == self.other or (is_large_enough and value <= self.most)
 
 
 Count = Annotated[int, Bound(1)]
@@ -52,6 +55,7 @@ Whole = Annotated[int, Bound(0)]
 Degree = Annotated[int, Bound(1, other=-1)]
 Positive = Annotated[float, Bound(0, is_open=True)]
 Amount = Annotated[float, Bound(0)]
+Share = Annotated[float, Bound(0, most=1)]
 
 KEYWORDS = "keywords"
 """Field of a section that takes keys which no other field has; in mappings they are at the same level as the others."""
@@ -148,7 +152,7 @@ class OptimSection:
     """Samples of linear warm-up; default 5 % of the run."""
     decay_samples: Whole | None = None
     """Samples of the linear decay at the end of wsd; default 20 % of the run."""
-    min_lr_ratio: Amount = 0.1
+    min_lr_ratio: Share = 0.1
     """Lowest learning rate after the warm-up, as a fraction of the peak."""
     betas: list[Amount] = field(default_factory=lambda: [0.9, 0.95])
     """Decay rates of the two moments, for a class that takes `betas` and `eps`."""

@@ -7,13 +7,14 @@ files that the run reads from the Hub. Only the cache of the Hub is changed.
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slurm_train.config.schema import GPT_TARGET, OptimSection, RunConfig
-from slurm_train.config.target import require_target
+from slurm_train.config.target import TARGET, keywords_in_source, require_target
 from slurm_train.data.check import require_readable
 from slurm_train.data.file_kind import require_content
 from slurm_train.errors import ConfigError
@@ -166,8 +167,30 @@ def require_targets(config: RunConfig, *, folders: Sequence[Path]) -> None:
         targets["data.collate"] = dict(collate)
     search = [*map(str, folders), *sys.path]
     judges_syntax = config.container is None and uses_this_python(config)
+    _refuse_schedulers(config.optim, search=search)
     for key, mapping in targets.items():
         require_target(key, mapping, search=search, judges_syntax=judges_syntax)
+
+
+def _refuse_schedulers(optim: OptimSection, *, search: Sequence[str]) -> None:
+    """Refuses a scheduler of torch, transformers or timm, which changes an optimizer, as `optim.schedule`.
+
+    Raises:
+        ConfigError: it is one: it takes an optimizer.
+    """
+    if not isinstance(optim.schedule, dict):
+        return
+    target = str(optim.schedule.get(TARGET, ""))
+    # transformers imports its functions when they are asked for, which its source does not show.
+    is_of_transformers = re.fullmatch(r"transformers\..*\bget_\w*schedule\w*", target) is not None
+    if not is_of_transformers and "optimizer" not in (keywords_in_source(target, search=search) or ()):
+        return
+    raise ConfigError(
+        f"optim.schedule._target_={target} takes an optimizer and sets its rate; a schedule here is a function of the "
+        "samples so far, which gives the rate as a multiple of optim.lr",
+        hint="choose cosine, linear, constant, wsd or inverse_sqrt, or write "
+        "def my_schedule(samples, *, warmup_samples, total_samples): return factor (docs/optimizers.md)",
+    )
 
 
 def _optimizer_calls(optim: OptimSection) -> dict[str, Mapping[str, Any] | None]:

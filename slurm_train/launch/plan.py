@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slurm_train.config.batch import (
     BatchPlan,
     check_batch,
+    check_schedule,
     nearest_multiples,
     num_batches,
     planned_lr,
@@ -282,7 +283,7 @@ def _assemble(
     if config.trains:
         _require_cut_for_all(config, world, batch, stages=layout.pp)
     check_batch(config, batch, layout=layout, ranks_per_node=world.ranks_per_node)
-    return RunPlan(
+    plan = RunPlan(
         config=config,
         world=world,
         layout=layout,
@@ -292,6 +293,10 @@ def _assemble(
         run=run,
         directory=directory,
     )
+    # With epochs the ranks check it, when they have counted the samples.
+    if config.trains and config.train.evaluate_from is None and plan.num_samples is not None:
+        check_schedule(config.optim, total_samples=plan.num_samples, global_size=batch.global_size)
+    return plan
 
 
 def _require_cut_for_all(config: RunConfig, world: World, batch: BatchPlan, *, stages: int) -> None:

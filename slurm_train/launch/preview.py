@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurm_train.config.batch import planned_shares, shares_in_words, total_steps
+from slurm_train.config.batch import planned_shares, schedule_samples, shares_in_words, total_steps
 from slurm_train.config.schema import BatchSection, ClusterSection, TrackSection
 from slurm_train.config.target import TARGET
 from slurm_train.data.check import known_num_samples
@@ -59,6 +59,7 @@ def _training_rows(plan: RunPlan) -> list[tuple[str, str]]:
     rows += _reading_rows(plan)
     rows.append(("length", _length_text(plan)))
     rows.append(("peak lr", _lr_text(plan)))
+    rows.append(("schedule", _schedule_text(plan)))
     rows.append(("checkpoints", _checkpoint_text(plan)))
     return rows
 
@@ -143,9 +144,27 @@ def _length_text(plan: RunPlan) -> str:
 
 def _lr_text(plan: RunPlan) -> str:
     optim = plan.config.optim
+    if optim.lr_retune != "none" and optim.lr_global_size is None:
+        return f"{plan.lr:g}, for this global batch: optim.lr_retune={optim.lr_retune} has no optim.lr_global_size"
+    if optim.lr_retune == "none" and optim.lr_global_size not in (None, plan.batch.global_size):
+        return f"{plan.lr:g}, unchanged: optim.lr_global_size={optim.lr_global_size} needs optim.lr_retune"
     if plan.lr == optim.lr:
         return f"{plan.lr:g}"
     return f"{plan.lr:g} ({optim.lr_retune} rule: {optim.lr:g} was tuned for a global batch of {optim.lr_global_size})"
+
+
+def _schedule_text(plan: RunPlan) -> str:
+    """Returns e.g. "cosine, warm-up over 3 of 60 steps": whoever has counted steps in place of samples sees it here."""
+    optim = plan.config.optim
+    if not isinstance(optim.schedule, str):
+        return str(optim.schedule.get(TARGET))
+    if plan.num_samples is None or plan.config.batch.growth:
+        known = "" if optim.warmup_samples is None else f", warm-up over {optim.warmup_samples:,} samples"
+        return f"{optim.schedule}{known}"
+    warmup, decay = schedule_samples(optim, total_samples=plan.num_samples)
+    global_size = plan.batch.global_size
+    fall = f", fall over the last {decay / global_size:.4g}" if optim.schedule == "wsd" else ""
+    return f"{optim.schedule}, warm-up over {warmup / global_size:.4g}{fall} of {plan.max_steps} steps"
 
 
 def _checkpoint_text(plan: RunPlan) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 
 from slurm_train.checkpoint.state import saved_buffers
-from slurm_train.config.batch import planned_lr, total_steps
+from slurm_train.config.batch import check_schedule, planned_lr, total_steps
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.build import build_source
 from slurm_train.data.mapstyle import MapStyleSource
@@ -33,7 +33,7 @@ from slurm_train.train.evaluate import build_evaluator, find_measured
 from slurm_train.train.health import Health, position_after_rollbacks
 from slurm_train.train.layout import apply_parallelism, failures_explained
 from slurm_train.train.metrics import build_recorder, flops_per_token
-from slurm_train.train.optimizer import build_optimizer, build_schedule, require_rules_fit, to_training
+from slurm_train.train.optimizer import build_optimizer, build_schedule, note_on_rate, require_rules_fit, to_training
 from slurm_train.train.samples import (
     begin_stream,
     build_global_batches,
@@ -223,6 +223,18 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
         seed_everything(config.seed, data_parallel_rank=rank.layout.data_parallel_index(rank.place.rank))
     parts.random_stream = rank.layout.random_stream(rank.place.rank, splits_positions=config.parallel.sequence_parallel)
 
+    planned_samples = position.samples_at(
+        parts.max_steps, global_size=rank.plan.global_size, growth=config.batch.growth
+    )
+    if position.step == 0:
+        check_schedule(config.optim, total_samples=planned_samples, global_size=rank.plan.global_size)
+    schedule = build_schedule(config.optim, peak_lr=peak_lr, total_samples=planned_samples)
+    if checkpointer.resumed_from is not None and position.step < parts.max_steps:
+        next_samples = position.samples_at(
+            position.step + 1, global_size=rank.plan.global_size, growth=config.batch.growth
+        )
+        notes.append(note_on_rate(checkpointer.resumed_from, schedule, next_samples=next_samples) or "")
+
     recorder = None
     if display is not None:
         is_stream = isinstance(parts.train_data, StreamSource)
@@ -262,16 +274,13 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
     )
     stops = Stops(rank.run, rank.attempt, rank.stop, spent=None if display is None else spent)
     stops.is_agreed = bool(position.ended)
-    planned_samples = position.samples_at(
-        parts.max_steps, global_size=rank.plan.global_size, growth=config.batch.growth
-    )
     to_training(parts.optimizer)
     return Trainer(
         parts=parts,
         position=position,
         samples=build_samples(rank, parts.train_data, batches, split, start_samples=position.samples),
         stepper=stepper,
-        schedule=build_schedule(config.optim, peak_lr=peak_lr, total_samples=planned_samples),
+        schedule=schedule,
         health=health,
         evaluator=evaluator,
         checkpointer=checkpointer,

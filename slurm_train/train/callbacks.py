@@ -188,6 +188,17 @@ def check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
             "a callback compares evaluations, and the run makes none on its way",
             hint="set train.eval_every_steps=100, and leave train.evaluate at true",
         )
+    train = config.train
+    for callback in built:
+        if not isinstance(callback, EarlyStopping) or callback.follower or train.max_epochs is not None:
+            continue
+        earliest = callback.patience * config.train.eval_every_steps
+        if earliest >= train.max_steps:
+            raise ConfigError(
+                f"EarlyStopping with patience {callback.patience} and train.eval_every_steps={train.eval_every_steps} "
+                f"can end a run at step {earliest:,} at the earliest, and this one has {train.max_steps:,} steps",
+                hint="evaluate more often, lower the patience, or leave the callback out",
+            )
     data = config.data or {}
     if data.get(TARGET) and not data.get("heldout"):
         keywords = keywords_in_source(str(data[TARGET]), search=search)

@@ -73,6 +73,8 @@ class Checkpointer:
     """Writes the checkpoints."""
     resumption: Resumption
     """The checkpoint that the training was loaded from."""
+    resumed_from: Manifest | None = None
+    """Of that checkpoint; None at the beginning of a run."""
     stream_state: dict[str, Any] | None = None
     """Where this rank's stream of samples was at the checkpoint; None to begin anew."""
     parameters: frozenset[str] = frozenset()
@@ -100,6 +102,7 @@ class Checkpointer:
         if choice is None:
             return Position(), notes
         manifest = choice.manifest
+        self.resumed_from = manifest
         position = Position.of(manifest)
         accepted = self.continuity.check(manifest)
         if accepted:

@@ -22,15 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.state import local_part
-from slurm_train.config.schema import GroupRule, OptimSection
+from slurm_train.config.batch import schedule_samples, total_steps
+from slurm_train.config.schema import GroupRule, OptimSection, RunConfig, build_config, nested
 from slurm_train.config.target import TARGET, accepts_keyword, callable_target, instantiate
 from slurm_train.errors import ConfigError
+from slurm_train.train.position import Position
 
 _FUSED_TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 _HALF_TYPES = {torch.bfloat16, torch.float16}
-_WARMUP_SHARE = 0.05
-_DECAY_SHARE = 0.2
 LR_SCALE = "lr_scale"
 """Key in a group of parameters: its learning rate as a multiple of the run's; 1 where it is absent."""
 
@@ -303,12 +304,7 @@ def build_schedule(optim: OptimSection, *, peak_lr: float, total_samples: int) -
     Raises:
         ConfigError: a function of the user's own cannot be found.
     """
-    warmup = optim.warmup_samples
-    if warmup is None:
-        warmup = round(total_samples * _WARMUP_SHARE)
-    decay = optim.decay_samples
-    if decay is None:
-        decay = round(total_samples * _DECAY_SHARE)
+    warmup, decay = schedule_samples(optim, total_samples=total_samples)
     shape = optim.schedule
     return Schedule(
         peak_lr=peak_lr,
@@ -317,6 +313,39 @@ def build_schedule(optim: OptimSection, *, peak_lr: float, total_samples: int) -
         decay_samples=decay,
         min_lr_ratio=optim.min_lr_ratio,
         shape=shape if isinstance(shape, str) else instantiate({**shape, "_partial_": True}),
+    )
+
+
+def note_on_rate(manifest: Manifest, schedule: Schedule, *, next_samples: int) -> str | None:
+    """Returns what accepted changes do to the learning rate of the next step; None where it is as planned before.
+
+    Args:
+        manifest: of the checkpoint that is resumed, with the settings that it was trained with.
+        schedule: from now on.
+        next_samples: samples consumed after the next step.
+    """
+    settings = manifest.extra.get("settings")
+    lr = manifest.extra.get("lr")
+    if not settings or not lr:
+        return None
+    config = build_config(RunConfig, nested(settings), path="")
+    position = Position.of(manifest)
+    global_size = int(manifest.batch_plan["global_size"])
+    max_steps = total_steps(
+        config,
+        num_samples=int(manifest.extra.get("num_samples", 0)),
+        global_size=global_size,
+        since=position.batch_since,
+    )
+    total_samples = position.samples_at(max_steps, global_size=global_size, growth=config.batch.growth)
+    before = build_schedule(config.optim, peak_lr=float(lr["peak"]), total_samples=total_samples)
+    planned, rate = (one.lr_at(next_samples) for one in (before, schedule))
+    if math.isclose(planned, rate, rel_tol=1e-6):
+        return None
+    return (
+        f"the learning rate was {before.lr_at(manifest.samples):.3g} at step {manifest.step} and is {rate:.3g} at the "
+        f"next one, of a schedule over {schedule.total_samples:,} samples; to go on flat: optim.schedule=constant "
+        "optim.warmup_samples=0 optim.lr=LR"
     )
 
 

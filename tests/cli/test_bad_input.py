@@ -19,6 +19,20 @@ REFUSED = {
     "optim=lion": "any other by its class: optim._target_=torch.optim.NAdam optim.lr=1e-3",
     "optim.schedule=my.falling": 'for example "optim.schedule._target_=my.falling"',
     "optim.schedule._target_=my.falling": "optim.schedule._target_=my.falling: there is no module 'my'",
+    "optim.schedule._target_=torch.optim.lr_scheduler.CosineAnnealingLR": "takes an optimizer and sets its rate",
+    "optim.schedule._target_=torch.optim.lr_scheduler.StepLR +optim.schedule.step_size=9": "takes an optimizer",
+    "optim.schedule._target_=transformers.get_cosine_schedule_with_warmup": "takes an optimizer and sets its rate",
+    "optim.min_lr_ratio=2": "optim.min_lr_ratio must be a number, at least 0 and at most 1, got 2",
+    "train.max_steps=300 optim.warmup_samples=9600": (
+        "optim.warmup_samples=9600 was asked, and the run has 9,600 samples: the rate would never reach optim.lr"
+    ),
+    "train.max_steps=300 optim.schedule=wsd optim.warmup_samples=5000 optim.decay_samples=4601": (
+        "the rate would jump where one meets the other"
+    ),
+    "optim.decay_samples=64": "optim.decay_samples=64 was asked with optim.schedule=cosine, which does not use it",
+    "'callbacks=[{_target_:slurm_train.train.callbacks.EarlyStopping}]' train.eval_every_steps=9 train.max_steps=27": (
+        "can end a run at step 27 at the earliest, and this one has 27 steps"
+    ),
     "optim.schedule=inverse_sqrt optim.warmup_samples=0": "hint: drop optim.warmup_samples (5 % of the run)",
     "optim._target_=torch.optim.SGD": "optim.lr has no value",
     "optim._target_=torch.optim.SDG optim.lr=1": "did you mean torch.optim.SGD?",

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from slurm_train.config.batch import (
     BatchPlan,
     assign_samples,
     check_batch,
+    check_schedule,
     cut_equally,
     largest_local_size,
     num_batches,
@@ -29,7 +32,7 @@ from slurm_train.config.schema import (
     RunConfig,
     TrainSection,
 )
-from slurm_train.errors import BatchError
+from slurm_train.errors import BatchError, ConfigError
 from tests.support.refusals import refusal
 
 Numbers = tuple[int | None, int | None, int | None]
@@ -244,3 +247,26 @@ def test_what_does_not_go_together_is_refused(
         check()
     else:
         assert text in refusal(BatchError, check).message
+
+
+@pytest.mark.parametrize(
+    ("optim", "fits"),
+    [
+        ({"warmup_samples": 9599}, True),
+        ({"warmup_samples": 9600}, False),
+        ({"schedule": "inverse_sqrt", "warmup_samples": 10_000}, False),
+        ({"schedule": "wsd", "warmup_samples": 5000, "decay_samples": 4600}, True),
+        ({"schedule": "wsd", "warmup_samples": 5000, "decay_samples": 4601}, False),
+        ({"schedule": "wsd", "warmup_samples": 8000}, False),
+        ({"schedule": "wsd", "decay_samples": 9600}, False),
+        ({"schedule": "linear", "decay_samples": 96}, False),
+        # What a function of the user's own makes of them is its business.
+        ({"schedule": {"_target_": "my.schedule"}, "warmup_samples": 20_000}, True),
+        ({"warmup_samples": 0}, True),
+        ({"schedule": "constant"}, True),
+    ],
+)
+def test_a_schedule_fits_into_its_run_or_is_refused(optim: dict[str, Any], fits: bool) -> None:
+    """A warm-up that is over before the end, and in wsd a fall that begins after it."""
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError):
+        check_schedule(OptimSection(**optim), total_samples=9600, global_size=32)

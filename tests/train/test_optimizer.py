@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 
 from slurm_train.checkpoint.load import require_fit
 from slurm_train.checkpoint.verify import newest_verified
-from slurm_train.config.schema import OptimSection, all_keys, build_config
+from slurm_train.config.schema import OptimSection, RunConfig, all_keys, build_config, nested
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.train.optimizer import (
     CombinedOptimizer,
@@ -19,6 +21,7 @@ from slurm_train.train.optimizer import (
     averaged,
     build_optimizer,
     build_schedule,
+    note_on_rate,
     require_rules_fit,
     to_average,
     to_training,
@@ -157,6 +160,33 @@ def test_the_learning_rate_over_a_run(schedule: Any, expected: dict[int, float])
     assert {samples: built.lr_at(samples) for samples in expected} == pytest.approx(expected)
     shares = build_schedule(OptimSection(schedule="wsd"), peak_lr=1.0, total_samples=2000)
     assert (shares.warmup_samples, shares.decay_samples) == (100, 400)
+
+
+@pytest.mark.parametrize(
+    ("change", "rates"),
+    [
+        ({}, None),
+        # Cosine over 20 steps has fallen to a tenth at step 20, and is at its middle at step 21 of 40.
+        ({"train.max_steps": 40}, ("0.001", "0.00515")),
+        ({"train.max_steps": 40, "optim.schedule": "constant", "optim.lr": 1e-3}, None),
+        ({"optim.weight_decay": 0.5}, None),
+    ],
+)
+def test_a_change_that_moves_the_learning_rate_is_said_at_the_resume(
+    change: dict[str, Any], rates: tuple[str, str] | None
+) -> None:
+    before = {"optim.lr": 1e-2, "optim.warmup_samples": 0, "train.max_steps": 20}
+    extra = {"settings": before, "lr": {"peak": 1e-2}, "num_samples": 256, "batch_since": [0, 0]}
+    manifest: Any = SimpleNamespace(step=20, samples=640, batch_plan={"global_size": 32}, extra=extra)
+    config = build_config(RunConfig, nested(before | change), path="")
+    schedule = build_schedule(config.optim, peak_lr=config.optim.lr, total_samples=config.train.max_steps * 32)
+    note = note_on_rate(manifest, schedule, next_samples=672)
+    if rates is None:
+        assert note is None
+    else:
+        # Plain arithmetic of half a cosine from the peak to a tenth of it.
+        assert f"{1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi * 21 / 40)):.3g}" == rates[1]
+        assert note is not None and f"was {rates[0]} at step 20 and is {rates[1]} at the next one" in note
 
 
 def test_every_schedule_has_a_row() -> None:

@@ -67,6 +67,9 @@ class Series:
             f"train.log_every_steps={LOG_EVERY}",
             "train.evaluate=false",
             "train.sample_tokens=0",
+            # These few steps are timed, and may be fewer than a warm-up has.
+            "optim.warmup_samples=null",
+            "optim.decay_samples=null",
             "checkpoint.every_steps=null",
             "health.pace_every_steps=3",
         ]
