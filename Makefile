@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test test-full test-quick test-rest test-platform test-lowest test-newest test-returns test-faults test-anywhere check pages pythons setup setup-test setup-full system-packages system-packages-full lint lint-tools docs dist bench campaign demo-preemption clean
+.PHONY: help train test test-full test-quick test-rest test-platform test-lowest test-newest test-returns test-faults test-anywhere test-libraries check pages pythons setup setup-test setup-full system-packages system-packages-full lint lint-tools docs dist bench campaign demo-preemption clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -101,6 +101,9 @@ test-faults: setup-full system-packages-full  ## cause every fault of nodes and 
 
 test-anywhere: setup-full system-packages-full  ## a short set of tests in other places, as another user, on other machines (ten minutes)
 	$(BIN)/python -m tests.anywhere $(ROWS)
+
+test-libraries: setup-full  ## the tests of the adapters with other versions of Lightning and of transformers (LIBRARIES=lightning==2.6.1)
+	$(BIN)/python -m tests.library_versions $(LIBRARIES)
 
 pages: setup-full  ## write the pages that are made from the code; fails where one was out of date
 	@sh .ci/pages.sh $(BIN)/python

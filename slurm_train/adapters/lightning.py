@@ -45,7 +45,7 @@ _ENDED_KEY = "slurm_train_should_stop"
 _SWITCHES_KEY = "slurm_train_switches"
 """Key in a checkpoint of Lightning: parameters and modules that the training has frozen or unfrozen, or whose mode it
 has changed."""
-_SUPPORTED = ">=2.6,<2.7"
+_SUPPORTED = ">=2.5.3,<2.7"
 """Versions of Lightning with which the callback was tried."""
 _NAMES_OF_FIT_LOOP = [
     "restarted_mid_epoch",

@@ -41,7 +41,7 @@ _STRATEGIES_BY_BATCH = ("group_by_length", "batch_rebalance")
 _SCHEDULES_BY_MEASURE = tuple(
     kind for kind in (torch.optim.lr_scheduler.ReduceLROnPlateau, getattr(optimization, "GreedyLR", None)) if kind
 )
-_SUPPORTED = ">=5,<6"
+_SUPPORTED = ">=5.2,<6"
 """Versions of transformers with which the callback was tried."""
 _NAMES_OF_ARGUMENTS = [
     "data_seed",

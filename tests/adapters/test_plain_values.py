@@ -79,3 +79,6 @@ def test_a_library_without_a_name_that_is_needed_is_refused_at_the_start() -> No
     with pytest.raises(ConfigError, match=r"torch 2\..* lacks what the callback needs.*: torch\.sove") as caught:
         require_names("torch", {"torch": (torch, ("save", "sove"))}, supported=">=2.7,<3")
     assert "torch>=2.7,<3" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"torch 2\..* is older") as caught:
+        require_names("torch", {}, supported=">=2.9999.1,<3")
+    assert "torch>=2.9999.1,<3" in caught.value.hint
