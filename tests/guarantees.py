@@ -23,6 +23,12 @@ GUARANTEES: dict[str, str] = {
     "a job that is in the queue is never submitted twice": (
         "tests/launch/test_submission.py::test_a_job_that_is_in_the_queue_was_submitted_whatever_is_printed"
     ),
+    "a flag typed for Slurm takes no GPU away": (
+        "tests/launch/test_typed_flags.py::test_other_resources_leave_the_job_and_its_steps_their_gpus"
+    ),
+    "what a program reads of the shell, and its job lacks, is named": (
+        "tests/launch/test_shell_variables.py::test_what_a_program_reads_from_its_environment_is_found"
+    ),
     "the code that runs is the code that was submitted": (
         "tests/launch/test_snapshot.py::test_whatever_touches_a_copy_is_found_and_named"
     ),

@@ -102,22 +102,20 @@ def unexported_notes(config: RunConfig, *, cwd: Path, env: Mapping[str, str]) ->
     cluster = config.cluster
     if cluster is None or config.launch == "interactive":
         return []
+    names = [name for name in cluster.export if name.isidentifier()]
+    of_a_job = [name for name in names if is_job_variable(name)]
+    absent = [name for name in names if name not in env and name not in of_a_job]
     notes = []
-    for name in cluster.export:
-        if not name.isidentifier() or (name in env and not is_job_variable(name)):
-            continue
-        if is_job_variable(name):
-            notes.append(f"cluster.export={name}: it belongs to one job, and each job has its own")
-            continue
-        near = difflib.get_close_matches(name, env, n=1, cutoff=0.8) or [
-            other for other in env if other == name.upper()
-        ]
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        notes.append(f"cluster.export={name}: this shell has no such variable, so the job does not get it{meant}")
+    if of_a_job:
+        notes.append(f"cluster.export: each job has its own {', '.join(of_a_job)}, and gets none from this shell")
+    if absent:
+        near = [match for name in absent for match in difflib.get_close_matches(name.upper(), env, n=1, cutoff=0.8)]
+        meant = f" (did you mean {', '.join(near)}?)" if near else ""
+        notes.append(f"cluster.export: this shell has no {', '.join(absent)}, so the job gets none{meant}")
     missing = unexported_variables(config, cwd=cwd, env=env)
     if missing:
         places = [f"{name} ({file})" for name, file in sorted(missing.items())]
-        kept = [pattern for pattern in cluster.export if not pattern.isidentifier() or pattern in env]
+        kept = [name for name in cluster.export if name not in absent]
         notes.append(
             f"the program reads variables of this shell that the job does not get: {shorten(places, _MOST_NAMED)}; to "
             f"export them: cluster.export=[{','.join([*kept, *sorted(missing)])}]"

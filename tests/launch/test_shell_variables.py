@@ -149,8 +149,8 @@ def test_a_variable_that_the_job_has_is_not_named(sections: dict[str, Any], tmp_
     [
         (["MY_LRR"], "did you mean MY_LR?"),
         (["my_lr"], "did you mean MY_LR?"),
-        (["ELSEWHERE"], "this shell has no such variable"),
-        (["SLURM_TMPDIR"], "each job has its own"),
+        (["ELSEWHERE", "NOWHERE"], "this shell has no ELSEWHERE, NOWHERE"),
+        (["SLURM_TMPDIR"], "each job has its own SLURM_TMPDIR"),
         (["MY_LR", "NO_*", "*"], ""),
     ],
 )
