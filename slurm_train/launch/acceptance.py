@@ -35,7 +35,7 @@ from slurm_train.slurm.job_limits import (
     partitions_that_are_down,
     read_request,
 )
-from slurm_train.slurm.policy import Partition, chosen_partitions, expedites_requeues, tres_gpus
+from slurm_train.slurm.policy import Partition, chosen_partitions, duration_s, expedites_requeues, tres_gpus
 from slurm_train.slurm.records import unix_s
 from slurm_train.slurm.refusals import Refusal, TestVerdict
 from slurm_train.slurm.site import SiteFacts, gather_facts, login_name
@@ -269,15 +269,20 @@ def _by_reservations(
         end_unix_s = unix_s(reservation.get("EndTime", ""))
         if begin_unix_s is None or end_unix_s is None:
             continue
-        left_s = end_unix_s - now_unix_s
-        if name == request.reservation and (limit_min is None or 60 * limit_min > left_s):
-            yield (
-                f"reservation {name} ends {_moment(end_unix_s)}, and Slurm its jobs with it, without the warning on "
-                "which a run saves: set cluster.time so that it ends before"
-            )
+        flags = reservation.get("Flags", "").split(",")
+        # Jobs may go on for that long after its end; None for ever.
+        overrun_s = duration_s(facts.settings.get("ResvOverRun", "0"))
+        if name == request.reservation and "FLEX" not in flags and overrun_s is not None:
+            ended_unix_s = end_unix_s + overrun_s
+            left_s = ended_unix_s - max(now_unix_s, begin_unix_s)
+            if limit_min is None or 60 * limit_min > left_s:
+                yield (
+                    f"Slurm ends jobs of reservation {name} at {_moment(ended_unix_s)}, without the warning on "
+                    "which a run saves: set cluster.time so that it ends before"
+                )
         until_begin_min = int((begin_unix_s - now_unix_s) // 60)
         is_after = start_unix_s is not None and start_unix_s >= begin_unix_s and not request.is_put_off
-        is_maintenance = "MAINT" in reservation.get("Flags", "").split(",") and name != request.reservation
+        is_maintenance = "MAINT" in flags and name != request.reservation
         if is_maintenance and until_begin_min > 0 and is_after:
             yield (
                 f"maintenance {name} begins {_moment(begin_unix_s)}: a job of at most {until_begin_min} min may end "

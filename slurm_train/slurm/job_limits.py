@@ -63,12 +63,9 @@ class Limit:
     @property
     def elsewhere(self) -> str:
         """Where another limit holds."""
-        keys = {
-            "partition": "cluster.partition",
-            "QOS": "cluster.qos or cluster.partition",
-            "account": "cluster.account or cluster.qos",
-        }
-        return f"name another {keys[self.owner.split()[0]]}"
+        if " of partition " in self.owner or self.owner.startswith("partition "):
+            return "name another cluster.partition"
+        return f"name another {'cluster.qos' if self.owner.startswith('QOS ') else 'cluster.account or cluster.qos'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +93,9 @@ class JobLimits:
         limit = min(self.most.get("submit", ()), key=lambda limit: limit.value, default=None)
         if limit is None or limit.value != 1:
             return ""
+        whose = f" of {'an' if limit.of == 'account' else 'a'} {limit.of}" if limit.of in ("user", "account") else ""
         return (
-            f"{limit.owner} lets one job into the queue{_ALL_JOBS[limit.of]}: where a requeue is refused, no other job "
-            "can take over"
+            f"{limit.owner} lets one job{whose} into the queue: where a requeue is refused, no other job can take over"
         )
 
 
@@ -446,8 +443,8 @@ def _time_obstacle(limits: JobLimits, request: JobRequest) -> Iterator[Obstacle]
 
 def _too_many(name: str, asked: int, limit: Limit) -> Obstacle:
     if name in ("job", "submit"):
-        what = f"{limit.owner} lets no job {'run' if name == 'job' else 'into the queue'}{_ALL_JOBS[limit.of]}"
-        return Obstacle(f"{what}: its limit is {limit.value}", limit.elsewhere)
+        what = f"{limit.owner} lets no job {'run' if name == 'job' else 'into the queue'} (its limit is {limit.value})"
+        return Obstacle(what, limit.elsewhere)
     resource = _RESOURCES.get(name, name)
     what = f"{asked} {resource} are more than {limit.owner} allows{_ALL_JOBS[limit.of]} ({limit.value})"
     key = _KEYS.get(name, _KEYS["gres/gpu"] if name.startswith("gres/gpu:") else "the request")

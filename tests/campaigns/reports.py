@@ -659,7 +659,7 @@ def _lone_job(person: Person) -> Iterator[str]:
     with extra_qos({"lone": "maxsubmitjobsperuser=1"}):
         said = _types(person, "plan script=[train.py] +cluster=1x1 cluster.qos=lone").err
         found = _types(person, "doctor").out
-    if "QOS lone lets one job into the queue" not in said:
+    if "QOS lone lets one job of a user into the queue" not in said:
         yield f"the plan does not name the QOS: {said[-200:]}"
     if "LONE_JOB" not in found:
         yield "doctor has no LONE_JOB"

@@ -87,12 +87,12 @@ def test_a_plan_says_what_a_run_needs_costs_and_may_lose(shell: Shell) -> None:
 
 def test_a_plan_names_limits_that_the_run_and_its_return_will_meet(shell: Shell) -> None:
     shell.slurm.be_site(RECORDED / "devcluster")
-    (shell.slurm.folder / "qos.out").write_text("normal|0|00:00:15||requeue|00:30:00|||||||||||1||\n")
+    (shell.slurm.folder / "qos.out").write_text("normal|0|00:00:15||requeue|00:30:00||||||||||1|||\n")
     with (shell.slurm.folder / "config.out").open("a") as config:
         config.write("RequeueExit             = 1\n")
     rows = rows_of(shell, "+cluster=2x4 cluster.time_limit_min=480")
     assert rows["Slurm"].startswith("would let it wait for ever: cluster.time_limit_min=480 is more than QOS normal")
-    assert "one job into the queue" in rows["comes back"] and "RequeueExit=1" in rows["comes back"]
+    assert "one job of a user into the queue" in rows["comes back"] and "RequeueExit=1" in rows["comes back"]
     facts = json.loads(shell.types("plan --json +cluster=2x4 cluster.time_limit_min=480").out)
     assert facts["slurm"]["is_accepted"] is False
     partitions = shell.slurm.folder / "partitions.out"

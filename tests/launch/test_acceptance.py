@@ -154,7 +154,9 @@ def test_what_delays_or_ends_a_job_is_a_remark() -> None:
     ]
     for limit_min, has_remark in ((50, False), (90, True)):
         remarks = outlook_of(script("reservation=mine", f"time={limit_min}"), commands).remarks
-        assert [remark.startswith("reservation mine ends ") for remark in remarks] == [True] * has_remark
+        assert ["jobs of reservation mine" in remark for remark in remarks] == [True] * has_remark
+    commands.reservations[0]["Flags"] = "FLEX,SPEC_NODES"
+    assert outlook_of(script("reservation=mine", "time=90"), commands).remarks == (), "its jobs go on after its end"
     for start_s, has_remark in ((now_s + 600, False), (now_s + 7200, True)):
         # A job that finds other nodes before is not told of it.
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(start_s))

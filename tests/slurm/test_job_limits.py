@@ -94,7 +94,7 @@ JOBS: list[tuple[dict[str, str], str]] = [
     ({"partition": "main", "qos": "tiny", "ntasks": "2", "gpus-per-task": "1"}, "2 GPUs are more than QOS tiny"),
     ({"partition": "main", "qos": "typed", "gpus-per-node": "a100:4"}, "4 gres/gpu:a100 are more than QOS typed"),
     ({"partition": "main", "qos": "typed", "gpus-per-node": "4"}, ""),
-    ({"partition": "main", "qos": "closed"}, "QOS closed lets no job run for all jobs of a user together"),
+    ({"partition": "main", "qos": "closed"}, "QOS closed lets no job run (its limit is 0)"),
     ({"partition": "main", "qos": "unknown", "time": "60"}, ""),
     ({"partition": "main", "qos": "short,normal", "time": "60"}, ""),
     ({"partition": "main", "qos": "short,over", "time": "60"}, "QOS short allows (30)"),
@@ -181,5 +181,5 @@ def test_a_reservation_may_bring_another_partition_than_the_default() -> None:
 
 
 def test_a_queue_for_one_job_is_told() -> None:
-    assert "QOS alone lets one job into the queue" in limits_of(FACTS, "main", qos="alone").lone_job
+    assert "QOS alone lets one job of a user into the queue" in limits_of(FACTS, "main", qos="alone").lone_job
     assert limits_of(FACTS, "main", qos="tiny").lone_job == ""

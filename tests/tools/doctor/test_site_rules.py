@@ -99,7 +99,7 @@ def test_limits_are_told_with_their_owner_and_a_plain_site_has_no_such_note() ->
     facts = replace(view.facts, qos=[limited, *others], records=[{**record, "AllowQos": "urgent"}])
     found = {finding.code: finding.line for finding in find_site_facts(replace(view, facts=facts))}
     assert "main 30 min at most (QOS normal)" in found["TIME_LIMITS"]
-    assert "QOS normal lets one job into the queue" in found["LONE_JOB"]
+    assert "QOS normal lets one job of a user into the queue" in found["LONE_JOB"]
     assert "partition main is for QOS urgent alone" in found["PARTITION_BARRED"]
 
 
