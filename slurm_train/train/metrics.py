@@ -108,6 +108,8 @@ class Recorder:
         now = self._clock()
         if self._shown is None:  # the first step's time is start-up; a speed is known from the second on
             self._shown = (now, result.facts.step)
+            self._start_up_s = now - self._window_start
+            self._start_up_items = self._window_items
         elif now >= self.display.due_s:
             self._show(result, now, *self._shown)
 
@@ -121,9 +123,15 @@ class Recorder:
             digest: order-free digest of the samples of the step, None where it is not asked for.
         """
         now = self._clock()
-        elapsed_s = max(now - self._window_start, 1e-9)
+        elapsed_s = now - self._window_start
         steps = max(self._window_steps, 1)
-        rate = self._window_items / elapsed_s
+        num_items = self._window_items
+        if self._start_up_s and steps > 1:
+            elapsed_s -= self._start_up_s
+            steps -= 1
+            num_items -= self._start_up_items
+        elapsed_s = max(elapsed_s, 1e-9)
+        rate = num_items / elapsed_s
         line = {
             **self._head(result.facts.step, result.facts.samples),
             "tokens": items if self._unit == "tokens" else None,
@@ -132,7 +140,7 @@ class Recorder:
             "lr": result.facts.lr,
             "grad_norm": result.grad_norm if result.applied else None,
             "step_time_s": elapsed_s / steps,
-            "data_time_s": data_wait_s / steps,
+            "data_time_s": data_wait_s / max(self._window_steps, 1),
             f"{self._unit}_per_s": rate,
             "mfu": None if self._peak is None else rate * self._flops / self._peak,
             "mfu_6n_12ltc": rate * self._papers_flops / self._peak if self._peak and self._papers_flops else None,
@@ -165,6 +173,9 @@ class Recorder:
         self._window_start = self._clock()
         self._window_steps = 0
         self._window_items = 0
+        self._start_up_s = 0.0
+        """Time of the attempt's first step, in the window that it is in, and its items."""
+        self._start_up_items = 0
 
     def skip(self, seconds: float, cause: str = "") -> None:
         """Takes time that was spent outside of steps out of the current window and of the display's rate.

@@ -56,7 +56,10 @@ def test_the_display_ends_at_the_newest_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_text", [False, True], ids=["images whose pixels count in the loss", "text"])
 def test_a_rate_is_of_samples_or_of_tokens_whatever_else_took_time(tmp_path: Path, is_text: bool) -> None:
-    """Three steps of 4 samples in 2 s each, of which each loss counts 400 items; an evaluation of 5 s is left out."""
+    """Steps of 4 samples in 2 s each, of which each loss counts 400 items.
+
+    An evaluation of 5 s behind each, and the start-up of 60 s in the first, are left out.
+    """
     now = [100.0]
     source = SimpleNamespace(bytes_per_target=1.0) if is_text else SimpleNamespace()
     source = type("Source", (), {"__len__": lambda _: 64, **vars(source)})()
@@ -67,7 +70,7 @@ def test_a_rate_is_of_samples_or_of_tokens_whatever_else_took_time(tmp_path: Pat
     }
     recorder = Recorder(make_rank(tmp_path), **facts, flops_per_token=(0.0, 0.0), clock=lambda: now[0])
     for step in (1, 2, 3):
-        now[0] += 2.0
+        now[0] += 60.0 if step == 1 else 2.0
         result = StepResult(StepFacts(step, 4 * step, 0.1, size=4), False, 400, 1.0, 0, 0.5)
         recorder.count(result)
         now[0] += 5.0
