@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from slurm_train.config.batch import planned_shares, schedule_samples, shares_in_words, total_steps
 from slurm_train.config.schema import BatchSection, ClusterSection, TrackSection
@@ -57,6 +61,7 @@ def _training_rows(plan: RunPlan) -> list[tuple[str, str]]:
     rows.append(("global batch", ", ".join([plan.batch.as_sum(), *_growth(plan.config.batch)])))
     rows += _shares_rows(plan)
     rows += _reading_rows(plan)
+    rows += _context_rows(plan)
     rows.append(("length", _length_text(plan)))
     rows.append(("peak lr", _lr_text(plan)))
     rows.append(("schedule", _schedule_text(plan)))
@@ -87,6 +92,44 @@ def _reading_rows(plan: RunPlan) -> list[tuple[str, str]]:
     else:
         text = f"by the training process: a rank has {cpus} CPUs"
     return [("reading", f"{text} (data.num_workers=auto)")]
+
+
+def _context_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Returns a row where samples are longer than what a model of transformers was made for.
+
+    Not refused: positions that are computed (rotary ones) can be trained further.
+    """
+    context = (plan.config.data or {}).get("context")
+    known = known_positions(plan.config.model or {}, cwd=Path(plan.directory))
+    if known is None or not isinstance(context, int) or context <= known:
+        return []
+    text = f"data.context={context} is longer than the {known} positions of the model's configuration"
+    return [("context", f"{text}: the others are new to it, or samples are cut, where it has a table of positions")]
+
+
+def known_positions(model: Mapping[str, Any], *, cwd: Path) -> int | None:
+    """Returns how many positions the configuration of a model of transformers says that it has been made for.
+
+    Args:
+        model: that section of the configuration.
+        cwd: the folder that a relative `path` starts from.
+
+    Returns:
+        None where nothing says it: another model, a repository of the Hub, the defaults of an architecture.
+    """
+    if not str(model.get(TARGET)).startswith("slurm_train.models.causal_lm"):
+        return None
+    saved: Any = {}
+    if model.get("path"):
+        path = cwd / str(model["path"])
+        with contextlib.suppress(OSError, ValueError):
+            saved = json.loads((path if path.suffix == ".json" else path / "config.json").read_text(encoding="utf-8"))
+    typed = model.get("config")
+    config = {**(saved if isinstance(saved, dict) else {}), **(typed if isinstance(typed, Mapping) else {})}
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    scaling = config.get("rope_scaling")
+    factor = scaling.get("factor", 1.0) if isinstance(scaling, Mapping) else 1.0
+    return int(positions * factor) if isinstance(positions, int) and isinstance(factor, (int, float)) else None
 
 
 def _requeue_text(plan: RunPlan) -> str:
