@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from slurm_train.formatting import plain
@@ -73,6 +74,7 @@ def _form(name: str, pattern: str, *, is_certain: bool = True) -> _Form:
 
 # Groups: s and S are a step and the number of steps; e and E an epoch and their number; b and B within an epoch.
 _BAR = "tqdm"
+_DICT = "transformers"
 _FORMS = (
     _form("mmengine", r"epoch\(train\)\s*\[(?P<e>\d+)\]\s*\[\s*(?P<b>\d+)/(?P<B>\d+)\]"),
     _form("mmengine by iterations", r"iter\(train\)\s*\[\s*(?P<s>\d+)/(?P<S>\d+)\]"),
@@ -95,9 +97,10 @@ _FORMS = (
     _form("Composer", r"\[epoch=(?P<e>\d+)(?:/(?P<E>\d+))?\]\[batch=(?P<b>\d+)/(?P<B>\d+)\]"),
     _form("Ultralytics", r"^\s*(?P<e>\d+)/(?P<E>\d+)\s+[\d.]+[GM]B?\s.*\|\s*(?P<b>\d+)/(?P<B>\d+)\s*\["),
     _form(_BAR, r"\|\s*(?P<s>\d+)/(?P<S>\d+)\s*\["),
+    _form("Lightning with rich", r"\bepoch\s+(?P<e>\d+)/(?P<E>\d+)\s+[━╸╺ ]+\s(?P<b>\d+)/(?P<B>\d+)"),
     _form("Keras", r"(?<![\d\[/])(?P<s>\d+)/(?P<S>\d+)\s+(?:\[[=.>]+\]|━)"),
     _form(
-        "transformers",
+        _DICT,
         r"""^[^{]*\{(?!.*['"](?:eval_|train_runtime)).*['"]epoch['"]:\s*['"]?(?P<e>\d+(?:\.\d+)?)""",
     ),
     _form(
@@ -118,6 +121,7 @@ _FORMS = (
     ),
 )
 _EPOCH = _FORMS[-1].pattern
+_LEAST_SHARE = 0.5
 _NO_LETTERS = re.compile(r"[^A-Za-z]+")
 
 
@@ -136,39 +140,60 @@ def newest_printed(log: str) -> Printed | None:
     """
     # From the end on, since most logs say it in their last lines.
     waiting: dict[tuple[str, str, object], Printed] = {}
+    of_dict: Printed | None = None
     for line in reversed(plain(log).splitlines()):
         found = _read(line[:_LONGEST_LINE])
         if found is None:
+            continue
+        if found.kind[0] == _DICT:
+            # transformers prints it beside a bar, which has the step.
+            of_dict = of_dict or found.printed
             continue
         if found.is_certain:
             return found.printed
         later = waiting.setdefault(found.kind, found.printed)
         if later != found.printed:
             return later
-    return None
+    return of_dict
 
 
-def began_anew(begin: str, *, begin_before: str, end_before: str) -> tuple[Printed, Printed] | None:
+def began_anew(
+    begin: str, *, begin_before: str, end_before: str, num_bytes_before: int
+) -> tuple[Printed, Printed] | None:
     """Returns where a program began that does again what an earlier attempt had done, and how far that one had come.
 
     Both attempts are compared by their second place of one kind: a bar of a program that resumes begins at 0, and then
-    jumps. None where it goes on, or where the logs do not say it.
+    jumps. A count that begins anew in each epoch says nothing. None where the program goes on, or where the logs do not
+    say it.
 
     Args:
         begin: the begin of the log of an attempt.
         begin_before: that of an attempt before.
         end_before: the end of that log.
+        num_bytes_before: the size of that log.
     """
     places_before = _by_kind(begin_before)
     ends_before = _by_kind(end_before)
     for kind, places in _by_kind(begin).items():
         before = places_before.get(kind, [])
-        if len(places) < 2 or len(before) < 2:
+        ends = ends_before.get(kind, [])
+        if len(places) < 2 or len(before) < 2 or not (_only_grows(before) and _only_grows(ends)):
             continue
-        furthest = max((*before, *ends_before.get(kind, [])), key=lambda printed: printed.place)
-        if places[1].place <= before[1].place and furthest.place > places[1].place:
-            return places[0], furthest
+        furthest = max((*before, *ends), key=lambda printed: printed.place)
+        if places[1].place > before[1].place or furthest.place <= places[1].place:
+            continue
+        if furthest.epoch is None:
+            # As far as it would be if it had gone on as it began; else it has begun anew meanwhile.
+            part = min(len(begin_before.encode()) / max(num_bytes_before, 1), 1.0)
+            first = before[0].place[1]
+            if furthest.place[1] - first < _LEAST_SHARE * (before[-1].place[1] - first) / part:
+                continue
+        return places[0], furthest
     return None
+
+
+def _only_grows(places: Sequence[Printed]) -> bool:
+    return all(earlier.place <= later.place for earlier, later in pairwise(places))
 
 
 def newest_line(log: str) -> str:

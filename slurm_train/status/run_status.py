@@ -292,6 +292,7 @@ def _read_log(run: RunDirectory, ledger: Sequence[Mapping[str, Any]]) -> Log:
             read_head(path, _LOG_BYTES),
             begin_before=read_head(before, _LOG_BYTES),
             end_before=read_tail(before, _LOG_BYTES),
+            num_bytes_before=size_of(before),
         )
         if found is not None:
             begin, furthest = found

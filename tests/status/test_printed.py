@@ -44,6 +44,10 @@ CERTAIN = {
     "torchtune": ("1|12|Loss: 1.2345:  40%|████ | 12/30 [00:10<00:15]", "12/30"),
     "Keras": (" 12/300 [=>....................] - ETA: 12s - loss: 0.3", "12/300"),
     "Keras 3": (" 12/300 ━━━━━━━━━━━━━━━━━━━━ 12s 41ms/step - loss: 0.3", "12/300"),
+    "Lightning with rich": (
+        "Epoch 5/6  ━━━━━━╸━━━━━━ 12/20 0:00:02 • 0:00:00 9.61it/s loss: 0.000",
+        "epoch 5/6, 12/20",
+    ),
     "transformers": ("{'loss': 0.5234, 'grad_norm': 1.2, 'learning_rate': 4e-05, 'epoch': 1.23}", "epoch 1.23"),
 }
 # Two lines of a kind are needed, here with 17 and 18.
@@ -98,6 +102,11 @@ def test_other_numbers_are_no_progress(line: str) -> None:
     assert newest_printed("\n".join(line.format(number) for number in (17, 18))) is None
 
 
+def test_a_step_counts_more_than_the_epoch_beside_it() -> None:
+    log = "\r 31%|███ | 40/128 [00:04<00:09]\r    \r{'loss': '0.1391', 'learning_rate': '3.4e-05', 'epoch': '2.5'}\n"
+    assert newest_printed(log) == Printed(step=40, max_steps=128)
+
+
 def test_a_bar_of_an_evaluation_hides_no_progress_before_it() -> None:
     printed = newest_printed("  4%|▍ | 12/300 [00:04<01:27]\rEvaluating:  50%|█ | 10/20 [00:01<00:01]\r")
     assert printed == Printed(step=12, max_steps=300)
@@ -111,26 +120,40 @@ def bars(*numbers: int) -> str:
     return "".join(f"\r 4%|▍ | {number}/300 [00:04<01:27]" for number in numbers)
 
 
+def epochs(*numbers: int) -> str:
+    return "".join(f"Epoch {number}/9\n" for number in numbers)
+
+
 @pytest.mark.parametrize(
     ("begin", "before", "found"),
     [
-        (steps(1, 2), steps(1, 2, 60), (1, 60)),
-        (steps(51, 52), steps(1, 2, 60), None),
+        (steps(1, 2), steps(*range(1, 61)), (1, 60)),
+        (steps(51, 52), steps(*range(1, 61)), None),
         # It has come no further than its first line; both have.
-        (steps(1), steps(1, 2, 60), None),
+        (steps(1), steps(*range(1, 61)), None),
         (steps(1, 2), steps(1, 2), None),
         # A bar begins at 0, also where the training goes on.
-        (bars(0, 51, 52), bars(0, 1, 60), None),
-        (bars(0, 1, 2), bars(0, 1, 60), (0, 60)),
-        # Another kind of line says nothing.
-        (bars(0, 1, 2), steps(1, 2, 60), None),
+        (bars(0, 51, 52), bars(*range(61)), None),
+        (bars(0, 1, 2), bars(*range(61)), (0, 60)),
+        # Another kind of line says nothing, and neither does a bar of each epoch.
+        (bars(0, 1, 2), steps(*range(1, 61)), None),
+        (bars(0, 1, 2), bars(*range(61), *range(41)), None),
+        (bars(0, 1, 2), bars(*range(100)) * 9 + bars(*range(40)), None),
+        (epochs(1, 2), epochs(1, 2, 3), ("epoch 1/9", "epoch 3/9")),
+        (epochs(3, 4), epochs(1, 2, 3), None),
     ],
 )
 def test_a_program_that_begins_anew_is_told_from_one_that_goes_on(
-    begin: str, before: str, found: tuple[int, int] | None
+    begin: str, before: str, found: tuple[object, object] | None
 ) -> None:
-    anew = began_anew(begin, begin_before=before, end_before=before)
-    assert (None if anew is None else (anew[0].step, anew[1].step)) == found
+    # As much of a log as is read of a long one.
+    begin_before, end_before = before[:2000], before[-2000:]
+    anew = began_anew(begin, begin_before=begin_before, end_before=end_before, num_bytes_before=len(before.encode()))
+    if found is None:
+        assert anew is None
+    else:
+        assert anew is not None
+        assert tuple(printed.step or printed.words for printed in anew) in (found, ("0/300", found[1]))
 
 
 def test_the_newest_line_is_without_signs_for_terminals() -> None:
