@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -337,33 +338,73 @@ class Objective(nn.Module):
         return "; ".join(filter(None, notes)) or None
 
     @torch.no_grad()
-    def compare(self, batch: Batch, *, is_precise: bool) -> None:
-        """Compares the loss that is trained with that which the model computes itself. Collective where it is cut.
+    def compare(self, batch: Batch, *, is_precise: bool) -> str | None:
+        """Compares the loss that is trained with what the model computes itself. Collective where it is cut.
 
         Args:
             batch: some samples, on the model's device.
             is_precise: the model computes in float32.
 
+        Returns:
+            A line where a `training_loss` does not return a sum and the number of its items.
+
         Raises:
             ConfigError: they differ, with both numbers; or the model's own is a sum over the samples, no mean.
         """
-        if hasattr(self.model, "training_loss") or self.takes_targets:
-            return
+        if self.takes_targets:
+            return None
         tolerance = _TOLERANCE if is_precise else _LOW_TOLERANCE
+        if hasattr(self.model, "training_loss"):
+            return self._note_of_sum(batch, tolerance=tolerance)
         if _has_lists(batch):
+            # Detectors give losses in training mode alone.
             self._require_mean(batch, tolerance=tolerance)
-            return
+            return None
+        with self._evaluating():
+            batch = self._within_context(batch)
+            self._require_mean(batch, tolerance=tolerance)
+            if self.own_loss.takes_labels:
+                self._compare(batch, tolerance=tolerance)
+        return None
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Has the model compute in evaluation mode, not compiled."""
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
         try:
             with torch.compiler.set_stance("force_eager"):
-                batch = self._within_context(batch)
-                self._require_mean(batch, tolerance=tolerance)
-                if self.own_loss.takes_labels:
-                    self._compare(batch, tolerance=tolerance)
+                yield
         finally:
             for module, mode in modes:
                 module.training = mode
+
+    def _note_of_sum(self, batch: Batch, *, tolerance: float) -> str | None:
+        """Returns a line where the mean loss that a `training_loss` means depends on the size of a micro-batch.
+
+        A sample and the same sample twice have the same mean. Not tried with shards, which an exception inside of a
+        model leaves half gathered.
+        """
+        if self._is_sharded:
+            return None
+        training_loss: Any = self.model.training_loss
+        try:
+            with self._evaluating():
+                pairs = [self._sum_and_count(training_loss(_repeated(batch, number))) for number in (1, 2)]
+        except Exception:  # anybody's code, which may need more samples; the first step tells what is wrong with it
+            return None
+        (once, num_once), (twice, num_twice) = ((float(loss), float(count)) for loss, count in pairs)
+        if not (num_once > 0 and num_twice > 0 and math.isfinite(once) and abs(once) > tolerance):
+            return None
+        ratio = (twice / num_twice) / (once / num_once)
+        if not any(abs(ratio - factor) <= tolerance * factor for factor in (0.5, 2.0)):
+            return None
+        return (
+            f"training_loss of {type(self.model).__name__} gives {once:.6f} and {num_once:g} items for a sample, "
+            f"{twice:.6f} and {num_twice:g} for the same sample twice: loss / items would depend on the number of "
+            "ranks and micro-batches; return the sum of the loss and the number of items, of a mean over n items "
+            "mean * n, n"
+        )
 
     def _require_mean(self, batch: Batch, *, tolerance: float) -> None:
         """Checks that the model's own loss of a sample and of the same sample twice is the same, as that of a mean is.
@@ -391,14 +432,23 @@ class Objective(nn.Module):
         )
 
     def _own_loss_of(self, batch: Batch) -> Tensor | None:
-        """Returns the loss that the model computes itself; None where it gives none, or takes no batch of this size."""
+        """Returns the loss that the model computes itself; None where it gives none, or takes no batch of this size.
+
+        Shards, which an exception leaves half gathered, raise it.
+        """
         try:
             if _has_lists(batch):
                 scored = self._loss_of_lists(batch)
                 return None if scored is None else scored[0] / scored[1]
             return loss_in(self._call(batch))
         except (RuntimeError, ValueError, IndexError):
+            if self._is_sharded:
+                raise
             return None
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(hasattr(module, "reshard") for module in self.model.modules())
 
     def _compare(self, batch: Batch, *, tolerance: float) -> None:
         if isinstance(batch, dict):

@@ -134,7 +134,7 @@ class Passes:
             has_labels = isinstance(batch, dict) or len(batch) == 2
             with preserved(objective.model), in_precision(self._device, self._rank.forward_autocast):
                 notes.append(objective.look_at_scores(samples, labels_in(batch) if has_labels else None))
-                objective.compare(samples, is_precise=self._rank.autocast is None)
+                notes.append(objective.compare(samples, is_precise=self._rank.autocast is None))
             if not has_lists:
                 notes.append(tune_convolutions(self._rank, objective, samples))
                 if self._copies is not None:

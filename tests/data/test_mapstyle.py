@@ -67,6 +67,17 @@ def test_randomness_is_keyed_by_sample_and_epoch_not_by_workers_or_ranks() -> No
     assert len(draws.unique(dim=0)) == 64
 
 
+def drawing(items: list[Any]) -> tuple[torch.Tensor, ...]:
+    return torch.rand(len(items)), torch.from_numpy(np.random.rand(len(items)))
+
+
+def test_what_a_collate_function_draws_is_the_micro_batchs_whatever_the_workers() -> None:
+    here, there = (read(MapStyleSource(Noisy(), seed=9, collate=drawing, num_workers=num)) for num in (0, 2))
+    for one, other in zip(here, there, strict=True):
+        assert all(map(torch.equal, one.tensors, other.tensors))
+    assert len(torch.cat([batch.tensors[0] for batch in here]).unique()) == 40
+
+
 class Epochal(Dataset[Any]):
     """Draws other samples in each epoch, half of them at random; remembers the epochs that it was told."""
 

@@ -164,6 +164,39 @@ def test_other_losses_of_a_models_own_are_no_sums(reduce: Any, is_precise: bool)
     Objective(Reduced(reduce)).compare(NAMED, is_precise=is_precise)
 
 
+@pytest.mark.parametrize(
+    ("training_loss", "is_said"),
+    [
+        (lambda losses: (losses.sum(), len(losses)), False),
+        (lambda losses: (losses.mean() * len(losses), len(losses)), False),
+        (lambda losses: (losses.mean(), 1), False),
+        (lambda losses: (losses.sum() * 0, len(losses)), False),
+        (lambda losses: (losses.sum() + len(losses) * torch.randn(()), len(losses)), False),
+        (lambda losses: (torch.pdist(losses[:, None]).sum(), len(losses)), False),
+        (lambda losses: (losses.view(7), 7), False),
+        (lambda losses: (losses.mean(), len(losses)), True),
+        (lambda losses: (losses.sum(), 1), True),
+    ],
+    ids=["sum", "mean * n", "mean, 1", "zero", "random", "pairs", "fails", "mean, n", "sum, 1"],
+)
+@pytest.mark.parametrize("has_lists", [False, True])
+def test_a_training_loss_that_is_no_sum_with_its_count_is_named(
+    training_loss: Any, is_said: bool, has_lists: bool
+) -> None:
+    class Own(nn.Module):
+        def training_loss(self, batch: Any) -> tuple[Tensor, int]:
+            assert not self.training
+            return training_loss(torch.stack(list(batch[0])).square())
+
+    torch.manual_seed(0)
+    values = torch.tensor([3.0, 4.0, 5.0])
+    batch: Any = ([*values], [*values]) if has_lists else (values, values)
+    objective = Objective(Own())
+    note = objective.compare(batch, is_precise=True)
+    assert (note is not None and "9.000000 and 1 items for a sample" in note) == is_said
+    assert objective.model.training
+
+
 def test_a_detectors_losses_that_are_sums_are_refused_too() -> None:
     class Detector(nn.Module):
         def __init__(self, reduction: str) -> None:
