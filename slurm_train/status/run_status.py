@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -614,6 +615,11 @@ def _not_recorded(files: RunFiles, job: JobState | None, *, slurm_answers: bool)
         return f"its process is gone{continues}"
     if job is None and not slurm_answers:
         return "no recent heartbeat from its ranks, and Slurm does not answer or is not installed here"
+    if job is not None and job.phase is Phase.FAILED:
+        words = _last_words(files, job)
+        if _HINT in words:
+            # An error of ours, which says what to do: the run directory was moved, say.
+            return words
     by_slurm = "" if job is None else f" (Slurm: {job.word})"
     return f"the batch script was killed{by_slurm}{continues}"
 
@@ -627,6 +633,7 @@ _MOST_SHOWN = 300
 _LOG_BYTES = 16384
 """Of a log, for the program's progress: some 150 lines, which are read in a few milliseconds."""
 _OF_EARLIER_JOBS = ("slurm_train: ", "slurmstepd", "srun: ")
+_HINT = "; hint: "
 _NO_PYTHON = re.compile(r"line \d+: (?:exec: )?[^:]*\bpython[\d.]*: (?:cannot execute: )?(?:No such|Permission)")
 # bash names the copy of the script in slurmd's own folder.
 _FOLDER_OF_SCRIPT = re.compile(r"^/\S*/(?=slurm_script: |submit\.sh: )")
@@ -665,6 +672,10 @@ def never_began(files: RunFiles, job: JobState) -> str:
         # The script ran, so its log was opened.
         with_code = f" with exit code {code}" if code not in ("", "0") else ""
         return f"ended before it began{with_code}, and its script said nothing: see cluster.setup in submit.sh"
+    planned = str((read_json(files.run.plan) or {}).get("path", ""))
+    if planned and not os.path.lexists(planned):
+        moved = f"its run directory was moved from {planned} while it waited"
+        return f"ended before it began: {moved}; `resume {files.run.run_id}` submits it for the present place"
     host = parse_nodelist(job.nodelist)[0]
     return f"ended before it began: does {host} see the run directory? (run.root=/shared/path)"
 

@@ -153,6 +153,25 @@ def test_what_a_command_of_the_setup_has_said_is_quoted(before: str, words: str,
     assert found.note == f"ended before it began: {words}{failed}"
 
 
+def test_a_supervisor_that_ended_with_an_error_of_ours_was_not_killed(has_run: Any) -> None:
+    log = {"batch.log": "slurm_train: attempt 0\nerror: it was moved while it was at work\nhint: move it back\n"}
+    times = {"start": str(int(time.time()) - 9), "end": str(int(time.time()))}
+    run = has_run(job_ids=("12",), ledger=attempt(0), logs=log)
+    found = seen(run, look(job_state("12", "FAILED", nodelist="node3", **times)))
+    assert (found.state.value, found.note) == ("failed", "it was moved while it was at work; hint: move it back")
+    (run.logs / "batch.log").write_text("slurm_train: attempt 0 of gpt on node3\n")
+    found = seen(run, look(job_state("12", "FAILED", nodelist="node3", **times)))
+    assert found.note.startswith("the batch script was killed (Slurm: FAILED)")
+
+
+def test_a_run_that_was_moved_while_its_job_waited_is_named(has_run: Any) -> None:
+    run = has_run(job_ids=("12",))
+    for planned, is_moved in ((run.path, False), (run.path.with_name("before"), True)):
+        run.plan.write_text(json.dumps({"path": str(planned)}))
+        found = seen(run, look(job_state("12", "FAILED", nodelist="node3", exit_code="0:53")))
+        assert (str(planned) in found.note) == is_moved and ("does node3 see" in found.note) != is_moved
+
+
 def test_the_error_is_quoted_before_its_hint(has_run: Any) -> None:
     run = has_run(job_ids=("12",), logs={"batch.log": "slurm_train: x\nerror: no hard links\nhint: another place\n"})
     now_s = int(time.time())
