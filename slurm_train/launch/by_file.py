@@ -10,9 +10,11 @@ from __future__ import annotations
 import ast
 import posixpath
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import NamedTuple
+
+from slurm_train.launch.program_source import SourceFile
 
 _UNCHANGED = (
     "abspath",
@@ -26,7 +28,6 @@ _UNCHANGED = (
     "absolute",
     "as_posix",
 )
-_MOST_FILES = 500
 
 
 class BesideFile(NamedTuple):
@@ -42,70 +43,30 @@ class BesideFile(NamedTuple):
         return f"{self.path} ({self.file}, line {self.line})"
 
 
-def missing_beside(start: Sequence[str], *, files: Mapping[str, Path], folder: Path) -> list[BesideFile]:
+def missing_beside(program: Iterable[SourceFile], *, files: Mapping[str, Path], folder: Path) -> list[BesideFile]:
     """Returns what a program looks for by `__file__` that is there now and that the copy will not have; each path once.
 
     Args:
-        start: files that the program starts with, by their names in the copy.
+        program: its files.
         files: path of each copied file by its name.
         folder: the folder that is copied.
     """
     real = posixpath.realpath(folder)
-    copied = {posixpath.realpath(path) for path in files.values()}
+    name_of = {posixpath.realpath(path): name for name, path in files.items()}
     # The folders in the copy: everything above a copied file.
-    folders = {str(parent) for path in copied for parent in PurePath(path).parents}
+    folders = {str(parent) for path in name_of for parent in PurePath(path).parents}
     found: dict[str, BesideFile] = {}
-    for name, tree in _imported(start, files):
-        for line, text in _paths_in(tree, str(files[name])):
+    for source in program:
+        name = name_of.get(posixpath.realpath(source.path))
+        if name is None or source.tree is None:
+            continue
+        for line, text in _paths_in(source.tree, str(source.path)):
             path = posixpath.realpath(text)
-            is_copied = path in copied or path in folders
+            is_copied = path in name_of or path in folders
             if not is_copied and path not in found and posixpath.exists(path):
                 shown = posixpath.relpath(path, real) if path.startswith(f"{real}/") else path
                 found[path] = BesideFile(shown, name, line)
     return list(found.values())
-
-
-def _imported(start: Sequence[str], files: Mapping[str, Path]) -> Iterator[tuple[str, ast.Module]]:
-    """Yields the files that a program starts with and those of the code that they import, each with its tree."""
-    awaited = deque(name for name in start if name in files)
-    seen = set(awaited)
-    for _ in range(_MOST_FILES):
-        if not awaited:
-            return
-        name = awaited.popleft()
-        try:
-            tree = ast.parse(files[name].read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError):
-            continue
-        yield name, tree
-        for module in _modules_in(tree, package=PurePath(name).parent.as_posix()):
-            for candidate in _files_of(module, beside=PurePath(name).parent.as_posix(), files=files):
-                if candidate not in seen:
-                    seen.add(candidate)
-                    awaited.append(candidate)
-
-
-def _modules_in(tree: ast.Module, *, package: str) -> Iterator[str]:
-    """Yields what a module imports, as paths without an ending, e.g. "pkg/data"."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.replace(".", "/") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = (node.module or "").replace(".", "/")
-            if node.level:
-                parts = PurePath(package).parts
-                base = "/".join([*parts[: len(parts) - node.level + 1], *filter(None, [base])])
-            yield base
-            yield from (f"{base}/{alias.name}".lstrip("/") for alias in node.names)
-
-
-def _files_of(module: str, *, beside: str, files: Mapping[str, Path]) -> Iterator[str]:
-    """Yields the files of the code that a module may be, with the packages around it."""
-    parts = module.split("/")
-    for root in dict.fromkeys(("", "src", beside)):
-        for number in range(1, len(parts) + 1):
-            stem = posixpath.normpath("/".join([root or ".", *parts[:number]]))
-            yield from (name for name in (f"{stem}.py", f"{stem}/__init__.py") if name in files)
 
 
 def _paths_in(tree: ast.Module, file: str) -> Iterator[tuple[int, str]]:

@@ -12,28 +12,22 @@ dollar: a path that this program reads is refused, other words are named.
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import os
 import re
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path, PurePath
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from slurm_train.config.schema import ClusterSection, RunConfig
-from slurm_train.config.target import targets_in
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import shorten
-from slurm_train.launch.imports import is_installed, own_paths
+from slurm_train.launch.program_source import SourceFile, read_program, shell_commands
 from slurm_train.slurm.job_variables import exported, is_job_variable
 
 _MOST_FILES = 300
-_MOST_BYTES = 1 << 20
 _MOST_NAMED = 8
-_SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
-_SHELL_SUFFIXES = (".sh", ".bash")
-_FILE_IN_TEXT = re.compile(r"[\w./-]+\.(?:py|sh|bash)\b")
 _IN_SHELL = re.compile(r"\$\{?(\w+)")
 _ASSIGNED = r"(?m)(?:^|[;&(]|\b(?:export|local|declare|readonly|for|read)\s)\s*{name}\b(?:=|\s+in\b|\s*$)"
 # Where a path begins: a variable in capitals, or a person's home.
@@ -82,19 +76,12 @@ def unexported_variables(
     }
     if not candidates:
         return {}
-    read = _program_of(config, cwd, paths).read
-    return {name: file for name, file in read.items() if name in candidates}
-
-
-def _program_of(config: RunConfig, cwd: Path, paths: Sequence[str] | None) -> _Program:
-    """Returns the program of a run, read."""
-    places = [Path(path) for path in (own_paths() if paths is None else paths) if path and not is_installed(path)]
-    program = _Program(cwd, places)
-    words = config.script or []
-    for text in _shell_texts(words):
-        program.take_shell_text(text, words[0])
-    program.follow(_first_files(config, cwd, places))
-    return program
+    found: dict[str, str] = {}
+    for source in read_program(config, cwd, paths=paths):
+        for name, path in _read_in(source).items():
+            if name in candidates:
+                found.setdefault(name, str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path))
+    return found
 
 
 def unexported_notes(config: RunConfig, *, cwd: Path, env: Mapping[str, str]) -> list[str]:
@@ -156,7 +143,7 @@ def unexpanded_notes(config: RunConfig, *, cwd: Path) -> list[str]:
     notes = []
     for key, text in _words_of_program(config):
         match = _UNEXPANDED.search(text)
-        if match is None or _program_of(config, cwd, None).expands:
+        if match is None or any(_EXPANDS.search(source.text) for source in read_program(config, cwd)):
             continue
         advice = "$HOME in double quotes is expanded by your shell"
         if match["name"]:
@@ -184,7 +171,7 @@ def unexpanded_notes(config: RunConfig, *, cwd: Path) -> list[str]:
 def _words_of_program(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yields the texts that a program of the person's own gets, and their keys."""
     words = config.script or []
-    of_shell = {*_shell_texts(words)}
+    of_shell = {*shell_commands(words)}
     for word in words[1:]:
         if word not in of_shell:
             yield "script", word
@@ -217,136 +204,27 @@ def _has_login_shell(cluster: ClusterSection) -> bool:
     return any("/etc/profile" in line for line in cluster.setup)
 
 
-def _shell_texts(words: Sequence[str]) -> Iterator[str]:
-    """Yields the commands of `bash -c COMMAND` among the words of a script."""
-    for index, word in enumerate(words[1:-1], start=1):
-        before = {PurePath(earlier).name for earlier in words[:index]}
-        if re.fullmatch(r"-\w*c", word) and before & {*_SHELLS}:
-            yield words[index + 1]
+def _read_in(source: SourceFile) -> dict[str, Path]:
+    """Returns the variables that a file reads, with the file, or that of the configuration that it names."""
+    if source.tree is None:
+        return dict.fromkeys(_used_in_shell(source.text), source.path)
+    found = dict.fromkeys(_names_read(source.tree), source.path)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.keyword) and node.arg == "config_path":
+            folder = Path(os.path.normpath(source.path.parent / str(_constant(node.value))))
+            for path in sorted(folder.rglob("*.yaml"))[:_MOST_FILES] if folder.is_dir() else ():
+                with contextlib.suppress(OSError, ValueError):
+                    found = dict.fromkeys(_IN_YAML.findall(path.read_text(encoding="utf-8")), path) | found
+    return found
 
 
-def _first_files(config: RunConfig, cwd: Path, places: Sequence[Path]) -> Iterator[Path]:
-    """Yields the files that the words of a script name, or the targets of the configuration."""
-    words = config.script or []
-    for index, word in enumerate(words):
-        if word == "-m" and index + 1 < len(words):
-            # Of a package, `python -m` runs this module.
-            yield from _module_files([*words[index + 1].split("."), "__main__"], [cwd, *places])
-        elif (index == 0 or _FILE_IN_TEXT.fullmatch(word)) and (cwd / word).is_file():
-            yield cwd / word
-    if config.script is None:
-        parts = (config.model, config.data, config.task, config.callbacks, asdict(config.optim))
-        for target in targets_in(parts):
-            yield from _module_files(target.split("."), [cwd, *places])
-
-
-def _module_files(words: Sequence[str], places: Iterable[Path]) -> Iterator[Path]:
-    """Yields the person's own files that the import of "a.b.c" runs; the last words may be names in a module."""
-    if words[0] in ("slurm_train", "torch"):
-        return
-    for place in places:
-        folder = place
-        found = False
-        for word in words:
-            file = folder / f"{word}.py"
-            folder = folder / word
-            if file.is_file():
-                yield file
-                return
-            if not folder.is_dir():
-                break
-            found = found or (folder / "__init__.py").is_file()
-            if (folder / "__init__.py").is_file():
-                yield folder / "__init__.py"
-        if found:
-            return
-
-
-class _Program:
-    """The files of a program, and the variables that they read.
-
-    Args:
-        cwd: the folder that it is submitted from.
-        places: further folders that its own modules are imported from.
-    """
-
-    def __init__(self, cwd: Path, places: Sequence[Path]) -> None:
-        self.read: dict[str, str] = {}
-        """Name -> the first file that reads it."""
-        self.expands = False
-        """Whether it has a call that expands $NAME or `~` in texts."""
-        self._cwd = cwd
-        self._places = places
-        self._seen = set[Path]()
-        self._left = list[Path]()
-
-    def follow(self, files: Iterable[Path]) -> None:
-        """Reads files and those that they import or start."""
-        self._left += files
-        while self._left and len(self._seen) < _MOST_FILES:
-            file = self._left.pop(0)
-            if file in self._seen:
-                continue
-            self._seen.add(file)
-            try:
-                text = file.read_text(encoding="utf-8") if file.stat().st_size < _MOST_BYTES else ""
-            except (OSError, ValueError):
-                continue
-            shown = self._shown(file)
-            self.expands = self.expands or _EXPANDS.search(text) is not None
-            if file.suffix == ".py" or re.match(r"#!.*python", text):
-                self._take_python(text, file, shown)
-            elif file.suffix in _SHELL_SUFFIXES or re.match(r"#!.*\b(?:ba|z|da|k)?sh\b", text):
-                self.take_shell_text(text, shown)
-
-    def take_shell_text(self, text: str, shown: str) -> None:
-        """Takes the variables that a shell's commands use and do not set before, and the files that they name."""
-        text = re.sub(r"(?m)^\s*#.*$", "", text)
-        for match in _IN_SHELL.finditer(text):
-            name = match[1]
-            # `LR=${LR:-1}` reads what it sets.
-            begin = max(text.rfind(end, 0, match.start()) for end in "\n;") + 1
-            if not re.search(_ASSIGNED.format(name=name), text[:begin]):
-                self.read.setdefault(name, shown)
-        self._left += [self._cwd / name for name in _FILE_IN_TEXT.findall(text) if (self._cwd / name).is_file()]
-
-    def _take_python(self, text: str, file: Path, shown: str) -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError):
-            return
-        for name in _names_read(tree):
-            self.read.setdefault(name, shown)
-        for node in ast.walk(tree):
-            self._left += self._imported(node, file)
-            if isinstance(node, ast.keyword) and node.arg == "config_path":
-                self._take_yaml(Path(os.path.normpath(file.parent / str(_constant(node.value)))))
-
-    def _imported(self, node: ast.AST, file: Path) -> Iterator[Path]:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _module_files(alias.name.split("."), [file.parent, self._cwd, *self._places])
-        elif isinstance(node, ast.ImportFrom):
-            words = node.module.split(".") if node.module else []
-            places = [file.parent, self._cwd, *self._places]
-            if node.level:
-                places = [file.parents[node.level - 1]] if len(file.parents) >= node.level else []
-            for alias in node.names:
-                yield from _module_files([*words, alias.name], places)
-
-    def _take_yaml(self, folder: Path) -> None:
-        for path in sorted(folder.rglob("*.yaml"))[:_MOST_FILES] if folder.is_dir() else ():
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, ValueError):
-                continue
-            for name in _IN_YAML.findall(text):
-                self.read.setdefault(name, self._shown(path))
-
-    def _shown(self, path: Path) -> str:
-        return str(path.relative_to(self._cwd)) if path.is_relative_to(self._cwd) else str(path)
+def _used_in_shell(text: str) -> Iterator[str]:
+    """Yields the variables that a shell's commands use and do not set before."""
+    for match in _IN_SHELL.finditer(text):
+        # `LR=${LR:-1}` reads what it sets.
+        begin = max(text.rfind(end, 0, match.start()) for end in "\n;") + 1
+        if not re.search(_ASSIGNED.format(name=match[1]), text[:begin]):
+            yield match[1]
 
 
 def _names_read(tree: ast.Module) -> set[str]:

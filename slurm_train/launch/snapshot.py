@@ -26,6 +26,7 @@ from slurm_train.formatting import shorten
 from slurm_train.launch.by_file import BesideFile, missing_beside
 from slurm_train.launch.git import SourceState, is_secret_file, read_git
 from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, is_below, own_paths, packages_in
+from slurm_train.launch.program_source import read_program
 from slurm_train.rundir.files import is_shared, plain_path, read_json, rename, share_folder, write_atomic
 from slurm_train.rundir.paths import RunDirectory, root_of_place
 from slurm_train.rundir.removal import remove_tree
@@ -131,23 +132,8 @@ def read_source(
         # Code that the job does not import may change.
         return Source(folders, files, states, roots)
     elsewhere = code_elsewhere(map(str, folders.values()), paths, sys.meta_path)
-    beside = missing_beside(_first_files(config), files=files, folder=directory)
+    beside = missing_beside(read_program(config, directory), files=files, folder=directory)
     return Source(folders, files, states, roots, elsewhere, left_out, beside)
-
-
-def _first_files(config: RunConfig) -> list[str]:
-    """Returns the files that the user's code of a run may begin with, relative to the folder."""
-    from slurm_train.config.target import targets_in
-
-    words = config.script or []
-    modules = [words[1]] if words[:1] == ["-m"] and len(words) > 1 else []
-    parts = (config.model, config.data, config.task, config.callbacks, asdict(config.optim))
-    modules += [target.rpartition(".")[0] for target in targets_in(parts)]
-    files = [os.path.normpath(word) for word in words if word.endswith(".py")]
-    for module in modules:
-        stem = module.replace(".", "/")
-        files += [f"{root}{stem}{end}" for root in ("", "src/") for end in (".py", "/__init__.py", "/__main__.py")]
-    return files
 
 
 def _further_folders(texts: Sequence[str], directory: Path) -> dict[str, Path]:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.launch.by_file import missing_beside
 from slurm_train.launch.git import SourceState
 from slurm_train.launch.preview import source_notes
+from slurm_train.launch.program_source import read_program
 from slurm_train.launch.snapshot import plan_files, read_source
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.plans import make_plan
@@ -31,7 +33,8 @@ def folder(tmp_path: Path) -> Path:
 
 def found(folder: Path, *, start: str = "train.py") -> list[str]:
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.suffix in (".py", ".yaml")}
-    return [str(beside) for beside in missing_beside([start], files=files, folder=folder)]
+    program = read_program(build_config(RunConfig, {"script": [start]}), folder, paths=[])
+    return [str(beside) for beside in missing_beside(program, files=files, folder=folder)]
 
 
 @pytest.mark.parametrize(
