@@ -26,6 +26,7 @@ _LOOK_EVERY_S = 0.5
 _TRAINS_FOR_S = 30.0
 """A program may try out its model before it opens a process group."""
 _LEAST_LOOKS = 5
+_TRAINING = "trains"
 _TRAINS = ("/torch/autograd/", "/torch/optim/")
 _SPAWNS = "/torch/multiprocessing/spawn.py"
 _ONE_RANK = "for one rank, +cluster=1x1, or run.processes=1 on this machine"
@@ -78,7 +79,8 @@ class ApartWatch:
                 self._first_seen_s = self._first_seen_s or time.monotonic()
                 seen_s = time.monotonic() - self._first_seen_s
                 if self._num_seen >= _LEAST_LOOKS and seen_s >= self._trains_for_s:
-                    self._say(f"{doing}, and has not opened torch.distributed in {seen_s:.0f} s", "each trains")
+                    each_trains = "each trains" if doing == _TRAINING else "if it trains, each trains"
+                    self._say(f"{doing}, and has not opened torch.distributed in {seen_s:.0f} s", each_trains)
             time.sleep(_LOOK_EVERY_S)
 
     def _note_group(self, size: int) -> None:
@@ -121,7 +123,7 @@ def _activity(frame: FrameType | None) -> str:
         if file.endswith(_SPAWNS):
             return "has spawned processes"
         if any(part in file for part in _TRAINS):
-            return "trains"
+            return _TRAINING
         frame = frame.f_back
     return ""
 

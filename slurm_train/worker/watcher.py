@@ -273,6 +273,8 @@ def inner_ranks(pid: int) -> InnerRanks | None:
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _STARTS_ELSEWHERE = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "prun", "srun")
 _LONGEST_NAME = 60
+_RUNNER = "script_main.py"
+"""What runs a script on a rank."""
 
 
 def program_name(pid: int) -> str:
@@ -285,6 +287,9 @@ def program_name(pid: int) -> str:
         # The file or module, behind options without a value.
         words = [word for word in words[1:] if word == "-m" or not word.startswith("-")] or words
         words = words[1:] if words[0] == "-m" and len(words) > 1 else words
+        if Path(words[0]).name == _RUNNER:
+            # It has the run directory before the script, or "-m" and the module.
+            words = [word for word in words[2:] if word != "-m"] or words
     return Path(words[0]).name[:_LONGEST_NAME]
 
 

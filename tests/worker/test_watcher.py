@@ -399,12 +399,14 @@ OF_NODE_1 = [{"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_PORT": "29500"} for 
         ("train.py", [{}, {"OMP_NUM_THREADS": "1"}], None),
         ("train.py", [{"RANK": "0"}], InnerRanks("train.py", 0, 2)),
         ("srun", [{}], InnerRanks("srun", 0, 0)),
+        # A script that starts its ranks itself, as a rank runs it.
+        ("script_main.py /run train.py", OF_TORCHRUN, InnerRanks("train.py", 0, 2)),
     ],
 )
 def test_ranks_that_a_launcher_has_started_below_a_rank_are_seen(
     tmp_path: Path, program: str, variables: list[dict[str, str]], found: InnerRanks | None
 ) -> None:
-    (tmp_path / program).write_text(LAUNCH % variables)
+    (tmp_path / program.split()[0]).write_text(LAUNCH % variables)
     env = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "41000", "MASTER_ADDR": "node1"}
     words = ["bash", "-c", f"{sys.executable} {tmp_path / program}; true"]
     rank = subprocess.Popen(words, env=env, stdin=subprocess.PIPE)
