@@ -529,6 +529,11 @@ class ClusterSection:
     """Type of GPU as Slurm names it, e.g. "a100"; default: any."""
     network_interface: str | None = None
     """Network interface of the collectives, e.g. "ib0"; sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    rendezvous_address: str | None = None
+    """Where the ranks meet rank 0: an interface of its node, e.g. "ib0", or the name of the node with an ending, e.g.
+    "%Ni" (%N: Slurm's name of it); default: `network_interface` where that is one, else the node's name."""
+    rendezvous_ports: str | None = None
+    """Ports at which rank 0 may listen, e.g. "20000-20100"; default: those from 10000 up to the kernel's own."""
     env: dict[str, Any] = field(default_factory=dict)
     """Variables exported in the job, e.g. {NCCL_DEBUG: INFO}."""
     export: list[str] = field(default_factory=list)
@@ -547,6 +552,13 @@ class ClusterSection:
     """Further sbatch flags by their long names, e.g. {reservation: maint}; true: a flag without a value."""
     srun: dict[str, Any] = field(default_factory=dict)
     """Further srun flags, likewise."""
+
+    @property
+    def rendezvous_interface(self) -> str:
+        """The interface of rank 0's node at whose address the ranks meet; "" where a name decides."""
+        name = self.rendezvous_address or self.network_interface or ""
+        # NCCL knows lists of interfaces as well, and those to leave out.
+        return name if re.fullmatch(r"[\w.-]+", name) else ""
 
     @property
     def outlives_nodes(self) -> bool:

@@ -1,21 +1,27 @@
 """Where the ranks of an attempt meet: the first host of the step, at one of a fixed list of ports.
 
 Every rank computes the same list per job, step and attempt, so nothing has to be exchanged; who answers is checked by a
-handshake. The ports are below the range from which the kernel hands out ports by itself. A free one is found by binding
-it, on the node of rank 0; nothing reserves it between that test and its use.
+handshake. The ports are below the range from which the kernel hands out ports by itself, or in the one that a site
+opens. A free one is found by binding it, on the node of rank 0; nothing reserves it between that test and its use.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from slurm_train.errors import ClusterError
+from slurm_train.config.schema import ClusterSection
+from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.slurm.allocation import Allocation
 
+NODE = "%N"
+"""Slurm's name of the node in `cluster.rendezvous_address`."""
+PORTS = "SLURM_TRAIN_PORTS"
+"""Variable of a job with `cluster.rendezvous_ports`: every process of it computes the same list of ports."""
 _NUM_PORTS = 32
 _LOW = 10000
 _DEFAULT_EPHEMERAL_LOW = 32768
@@ -51,6 +57,36 @@ def master_of(env: Mapping[str, str]) -> str:
     raise ClusterError("MASTER_ADDR is not set", hint="start ranks with srun, torchrun, or `python -m slurm_train`")
 
 
+def chosen_address(cluster: ClusterSection, node: str, *, address_on: Callable[[str], str]) -> str:
+    """Returns where `cluster.rendezvous_address` has the ranks meet on a node; "" for the node's name.
+
+    Args:
+        cluster: the settings.
+        node: Slurm's name of the node.
+        address_on: returns the address of one of its interfaces, "" where it has none.
+    """
+    name = cluster.rendezvous_address or ""
+    if NODE in name:
+        return name.replace(NODE, node)
+    return address_on(cluster.rendezvous_interface) if cluster.rendezvous_interface else ""
+
+
+def read_ports(text: str) -> range:
+    """Returns the ports of a range, e.g. those of "20000-20100"; the last one belongs to it.
+
+    Raises:
+        ConfigError: it is no range of ports that a user may listen at.
+    """
+    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text.strip())
+    low, high = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+    if not 1024 <= low <= high <= 65535:
+        raise ConfigError(
+            f"cluster.rendezvous_ports={text} is no range of ports from 1024 to 65535",
+            hint="write the first and the last one: cluster.rendezvous_ports=20000-20100",
+        )
+    return range(low, high + 1)
+
+
 def is_under_torchrun(env: Mapping[str, str]) -> bool:
     """Returns whether torchrun, or an agent of its kind, has started this process."""
     return "TORCHELASTIC_RUN_ID" in env
@@ -58,7 +94,8 @@ def is_under_torchrun(env: Mapping[str, str]) -> bool:
 
 def meeting_ports(run_id: str, *, attempt: int, env: Mapping[str, str]) -> list[int]:
     """Returns the ports to try, the same list on every rank; a MASTER_PORT that was probed comes first."""
-    ports = candidate_ports(f"{run_id}.{env.get('SLURM_JOB_ID', 'local')}.{env.get('SLURM_STEP_ID', '0')}:{attempt}")
+    seed = f"{run_id}.{env.get('SLURM_JOB_ID', 'local')}.{env.get('SLURM_STEP_ID', '0')}:{attempt}"
+    ports = candidate_ports(seed, within=env.get(PORTS, ""))
     # torchrun's is where its agents meet, and stays taken.
     probed = "" if is_under_torchrun(env) else env.get("MASTER_PORT", "")
     return [int(probed), *ports] if probed.isdigit() else ports
@@ -79,25 +116,33 @@ def probe_port(run_id: str, *, attempt: int, env: Mapping[str, str]) -> int:
     return candidates[0]
 
 
-def candidate_ports(seed: str, *, ephemeral_low: int | None = None) -> list[int]:
+def candidate_ports(seed: str, *, ephemeral_low: int | None = None, within: str = "") -> list[int]:
     """Returns different ports in the order in which to try them; equal arguments give equal lists.
 
     Args:
         seed: distinguishes this attempt from all others, made of run id, job, step and attempt.
         ephemeral_low: lowest port that the kernel hands out by itself; default: that of this machine's kernel.
+        within: the range that a site opens, as `read_ports` takes it, of which every port counts; "" for none.
     """
+    if within:
+        opened = read_ports(within)
+        first = _drawn(seed, 0) % len(opened)
+        return [*opened[first:], *opened[:first]][:_NUM_PORTS]
     high = min(_kernels_lowest() if ephemeral_low is None else ephemeral_low, 65536)
     if high - _LOW < _MIN_SPAN:
         high = _DEFAULT_EPHEMERAL_LOW
     ports: dict[int, None] = {}
     draw = 0
     while len(ports) < _NUM_PORTS:
-        digest = hashlib.blake2b(f"{seed}/{draw}".encode(), digest_size=8).digest()
-        port = _LOW + int.from_bytes(digest, "big") % (high - _LOW)
+        port = _LOW + _drawn(seed, draw) % (high - _LOW)
         if port not in _CUSTOMARY:
             ports[port] = None
         draw += 1
     return list(ports)
+
+
+def _drawn(seed: str, draw: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{draw}".encode(), digest_size=8).digest(), "big")
 
 
 def _kernels_lowest() -> int:

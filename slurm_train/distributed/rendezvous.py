@@ -308,7 +308,9 @@ class NodeRanks:
     node_rank: int
     """0 on the node that holds the endpoint."""
     host: str
-    """Name by which the others reach this node."""
+    """Name of this node."""
+    address: str
+    """Name or address by which the others reach it."""
     num_ranks: int
     """Of this node."""
     endpoint: str
@@ -346,7 +348,7 @@ def run_ranks(node: NodeRanks, command: Sequence[str], *, on_failed: Callable[[i
         rdzv_configs={"is_host": node.node_rank == 0, "join_timeout": timeout_s, "read_timeout": timeout_s},
         max_restarts=node.max_restarts,
         monitor_interval=0.5,
-        local_addr=node.host,
+        local_addr=node.address,
     )
     # At each start of the ranks it warns that it installs no signal handlers, which is the purpose of the thread.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(

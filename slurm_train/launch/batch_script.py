@@ -19,6 +19,7 @@ from typing import Any
 
 from slurm_train.assets import read_template
 from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.distributed.master import PORTS
 from slurm_train.errors import ConfigError
 from slurm_train.launch.placement import NodeGroup, World
 from slurm_train.launch.plan import RunPlan, script_name
@@ -132,7 +133,8 @@ def _guarded(name: str, guard: Callable[..., str], *values: Any) -> str:
 
 
 def _export(name: str, value: str) -> str:
-    return f"export {check_env_name(name)}={check_env_value(value)}"
+    # The launch's own variable is none that a person may set.
+    return f"export {name if name == PORTS else check_env_name(name)}={check_env_value(value)}"
 
 
 def _quoted(word: str) -> str:
@@ -338,6 +340,8 @@ def job_environment(config: RunConfig) -> dict[str, str]:
     variables = {"PYTHONUNBUFFERED": "1"}
     if cluster.network_interface:
         variables |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), cluster.network_interface)
+    if cluster.rendezvous_ports:
+        variables[PORTS] = cluster.rendezvous_ports
     for name, value in cluster.env.items():
         if value is not None:
             variables[name] = as_text(f"cluster.env.{name}", value)

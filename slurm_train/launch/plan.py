@@ -30,6 +30,7 @@ from slurm_train.config.frozen import ID_DIGITS, config_hash
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_mapping
 from slurm_train.config.synonyms import EXPORT_WORDS
+from slurm_train.distributed.master import read_ports
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.formatting import count
 from slurm_train.launch.cpu_share import LEFT_TO_SLURM, CpuShare, NodeShares
@@ -171,6 +172,7 @@ def plan_run(
         config, from_shell = take_shell_choices(config, composed.open_keys, env)
     _check_text(config)
     require_all(_conflicts(config))
+    _check_meeting(config)
     if config.trains:
         check_groups(config)
     world = plan_world(config, env)
@@ -248,6 +250,7 @@ def replan_run(
         ConfigError: an impossible batch or world.
     """
     require_all(_conflicts(config))
+    _check_meeting(config)
     world = plan_world(config, env)
     config, chosen = settle(config, world, env)
     world = fitting_world(config, world)
@@ -338,6 +341,25 @@ def _name_of_program(composed: Composed) -> str:
 def script_name(words: Sequence[str]) -> str:
     """Returns the file, program or module that a script is, e.g. "train.py", or "my_package.train" for -m."""
     return words[1] if words[0] == "-m" and len(words) > 1 else words[0]
+
+
+def _check_meeting(config: RunConfig) -> None:
+    """Checks where the ranks are to meet.
+
+    Raises:
+        ConfigError: no interface or name of a node, or no range of ports.
+    """
+    cluster = config.cluster
+    if cluster is None:
+        return
+    if cluster.rendezvous_ports is not None:
+        read_ports(cluster.rendezvous_ports)
+    name = cluster.rendezvous_address
+    if name is not None and re.fullmatch(r"[\w.-]+|[\w.-]*%N[\w.-]*", name) is None:
+        raise ConfigError(
+            f"cluster.rendezvous_address={name} is neither an interface nor a name with %N, Slurm's name of a node",
+            hint="write an interface of the nodes (ib0), or a name: %Ni, %N-ib.cluster",
+        )
 
 
 def _conflicts(config: RunConfig) -> Iterator[Check]:

@@ -39,6 +39,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
         return rows
     if config.site:
         rows.append(("site", config.site))
+    rows += _meeting_rows(config.cluster, num_nodes=world.num_nodes)
     if plan.cpus.reason:
         rows.append(("CPUs", plan.cpus.reason))
     if plan.from_shell:
@@ -46,6 +47,16 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     rows += _lost_node_rows(plan, config.cluster)
     rows.append(("requeue", _requeue_text(plan)))
     return rows
+
+
+def _meeting_rows(cluster: ClusterSection, *, num_nodes: int) -> list[tuple[str, str]]:
+    """Returns where the ranks of several nodes meet, if that is set."""
+    interface = cluster.rendezvous_interface
+    place = f"{interface} of rank 0's node" if interface else cluster.rendezvous_address or "rank 0's node"
+    if cluster.rendezvous_ports:
+        place += f", ports {cluster.rendezvous_ports}"
+    is_set = cluster.rendezvous_address or cluster.rendezvous_ports or interface
+    return [("rendezvous", place)] if is_set and num_nodes > 1 else []
 
 
 def _training_rows(plan: RunPlan) -> list[tuple[str, str]]:

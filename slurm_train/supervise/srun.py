@@ -6,6 +6,7 @@ import contextlib
 import math
 import socket
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from slurm_train.config.schema import RunConfig
-from slurm_train.distributed.master import probe_port
+from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.distributed import interfaces
+from slurm_train.distributed.master import chosen_address, probe_port
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, NodesError, SilentNodesError
 from slurm_train.rundir.attempts import newest_round, read_ledger
 from slurm_train.rundir.events import (
@@ -68,6 +70,7 @@ from slurm_train.supervise.ranks import (
     WAITS,
     RanksInWaiting,
     require_seen_by_all,
+    run_on_each_node,
     run_step,
     silent_nodes,
     start_guard,
@@ -78,6 +81,7 @@ from slurm_train.supervise.staging import stage_python
 from slurm_train.supervise.supervisor import refused_code
 
 _GUARD_GONE_S = 5.0
+_ANSWERS_WITHIN_S = 25.0
 
 
 def pool_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> NodePool:
@@ -127,8 +131,20 @@ def within_allocation(words: Sequence[str], env: Mapping[str, str], *, tasks_per
     return fitting_words
 
 
-def _address(node: str, job: SlurmJob) -> str:
-    """Returns the address of a node: its name, or Slurm's NodeAddr where the name does not resolve."""
+def _address(node: str, job: SlurmJob, cluster: ClusterSection | None, env: Mapping[str, str]) -> str:
+    """Returns where the ranks meet rank 0 on its node: as configured, else the node's name.
+
+    Where the name does not resolve, it is Slurm's NodeAddr.
+
+    Args:
+        node: of rank 0.
+        job: the job.
+        cluster: the settings.
+        env: the job's environment.
+    """
+    chosen = "" if cluster is None else chosen_address(cluster, node, address_on=partial(_address_on, node, env=env))
+    if chosen:
+        return chosen
     try:
         socket.getaddrinfo(node, None)
     except OSError:
@@ -136,6 +152,24 @@ def _address(node: str, job: SlurmJob) -> str:
         address = best_effort("the address of rank 0", lambda: job.commands.node_address(node), "", asks_slurm=True)
         return address or node
     return node
+
+
+def _address_on(node: str, interface: str, *, env: Mapping[str, str]) -> str:
+    """Returns the address of a node's interface; "" where it has none, or does not answer, which is said."""
+    if env.get("SLURMD_NODENAME") == node:
+        address = interfaces.interface_addresses().get(interface, "")
+    else:
+        question = [sys.executable, interfaces.__file__, interface]
+        answer = BestEffort()(
+            f"the address of {interface} on {node}",
+            lambda: run_on_each_node(question, [node], env, timeout_s=_ANSWERS_WITHIN_S).stdout,
+            "",
+            asks_slurm=True,
+        )
+        address = answer.strip()
+    if not address:
+        say(f"{node} has no address on {interface}, so the ranks meet by its name (cluster.rendezvous_address)")
+    return address
 
 
 class _LostNodes(Task):
@@ -528,7 +562,7 @@ class SrunLaunch:
             **self.stages.get(nodes, {}),
             **({} if waits is None else {WAITS: "1"}),
             "SLURM_TRAIN_ATTEMPT": str(attempt),
-            "MASTER_ADDR": _address(nodes[0], self.job),
+            "MASTER_ADDR": _address(nodes[0], self.job, self.config.cluster if len(nodes) > 1 else None, self.env),
             "MASTER_PORT": str(probe_port(str(run.path), attempt=attempt, env=self.env)),
         }
         # The working directory of this process differs: its own imports must not come from unverified code.

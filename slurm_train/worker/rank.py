@@ -26,7 +26,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.parallel import solve_layout
 from slurm_train.config.schema import BatchSection, RunConfig
 from slurm_train.config.secrets import redact
-from slurm_train.distributed.master import candidate_ports, is_under_torchrun, master_of, meeting_ports
+from slurm_train.distributed.master import PORTS, candidate_ports, is_under_torchrun, master_of, meeting_ports
 from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import agree_on_attempt
@@ -482,7 +482,7 @@ def _join_restart(run: RunDirectory, env: Mapping[str, str]) -> dict[str, str]:
     timeout_s = load_config(run.config).train.start_timeout_s
     point = MeetingPoint(
         master_addr=master_of(env),
-        ports=candidate_ports(name),
+        ports=candidate_ports(name, within=env.get(PORTS, "")),
         run_id=name,
         attempt=0,
         timeout_s=timeout_s,

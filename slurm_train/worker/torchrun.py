@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.distributed.interfaces import interface_addresses
+from slurm_train.distributed.master import chosen_address
 from slurm_train.distributed.rendezvous import NodeRanks, run_ranks
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, EXIT_WRONG_USE, RunError
 from slurm_train.rundir.attempts import has_successor, newest_round, was_saved
@@ -80,11 +82,18 @@ def node_ranks(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> 
         num_nodes=task.world_size,
         node_rank=task.rank,
         host=env["SLURMD_NODENAME"],
+        address=_own_address(cluster, env["SLURMD_NODENAME"]),
         num_ranks=granted_ranks(env, plan, node=task.rank),
         endpoint=f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
         max_restarts=cluster.max_restarts,
         timeout_s=config.train.start_timeout_s,
     )
+
+
+def _own_address(cluster: ClusterSection, node: str) -> str:
+    """Returns where the ranks would meet on this node, as rank 0's; its agent tells the others."""
+    own = interface_addresses()
+    return chosen_address(cluster, node, address_on=lambda name: own.get(name, "")) or node
 
 
 def granted_ranks(env: Mapping[str, str], plan: Mapping[str, Any], *, node: int) -> int:

@@ -20,7 +20,7 @@ from slurm_train.rundir.events import add_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Tally, only_true
 from tests.fakes.hub import TOKENS_MODULE, Repository, serving
-from tests.support.cluster_faults import extra_qos
+from tests.support.cluster_faults import extra_qos, firewall, on_node
 from tests.support.command_line import Done, Person
 from tests.support.slurm_runs import command, job_state, wait_for_state, wait_until_finished
 from tests.support.waiting import wait_for
@@ -531,6 +531,55 @@ def _no_arrays(person: Person) -> Iterator[str]:
         yield f"exit code {done.code}, {done.out!r}: {done.err[-200:]}"
 
 
+# --- networks ---
+
+_EXCHANGE = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 2
+"""
+
+
+@contextlib.contextmanager
+def _second_network() -> Iterator[None]:
+    """Joins node1 and node2 by ib0, and drops what comes to them by the first network at ports of ranks."""
+    command("ip", "link", "add", "ib0", "netns", "node1", "type", "veth", "peer", "name", "ib0", "netns", "node2")
+    try:
+        for number in (1, 2):
+            on_node(f"node{number}", "ip", "address", "add", f"10.79.0.1{number}/24", "dev", "ib0")
+            on_node(f"node{number}", "ip", "link", "set", "ib0", "up")
+        closed = "iifname eth0 tcp dport 10000-32767 drop"
+        with firewall("node1", closed), firewall("node2", closed):
+            yield
+    finally:
+        on_node("node1", "ip", "link", "del", "ib0")
+
+
+def _other_network(person: Person) -> Iterator[str]:
+    (person.folder / "train.py").write_text(_EXCHANGE)
+    words = "script=[train.py] +cluster=2x1 cluster.nodelist=node[1-2] requeue.enabled=false"
+    ways = {
+        "a": "cluster.network_interface=ib0",
+        "b": "cluster.rendezvous_address=ib0",
+        "c": "cluster.network_interface=ib0 cluster.launcher=torchrun",
+        "d": "cluster.rendezvous_ports=40000-40100",
+    }
+    with _second_network():
+        runs = {way: _types(person, f"{words} run.name={name} {way}").job_and_run for name, way in ways.items()}
+        job, run = _types(person, f"{words} run.name=plain").job_and_run
+        for way, (its_job, its_run) in runs.items():
+            if (state := _ends(its_job)) != "COMPLETED":
+                yield f"{way}: the job is {state}: {_status(person, its_run)['note']}"
+        _ends(job)
+        note = str(_status(person, run)["note"])
+    if "PORT_BLOCKED" not in note or "cluster.rendezvous_address=ib0" not in note:
+        yield f"without any of them status says: {note}"
+
+
 # --- file systems ---
 
 _WITHOUT_LINKS = "def link(*_, **__):\n    raise OSError(errno.EPERM, os.strerror(errno.EPERM))\n\n\nos.link = link\n"
@@ -821,6 +870,7 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("a filter that explains itself on stdout", _refused_with(_QUEUE, 1, "squeue --me")),
     Situation("a filter that explains itself in several lines", _refused_with(_ACCOUNTS, 2, "cluster.account")),
     Situation("a site that refuses job arrays", _no_arrays),
+    Situation("nodes that reach each other by a second network only", _other_network),
     Situation("a file system without hard links", _no_hard_links),
     Situation("a file system that does not synchronize folders", _no_fsync_of_folders),
     Situation("the time limit of a list of partitions", _limits_of_partitions),

@@ -1,13 +1,25 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from slurm_train.distributed import master
-from slurm_train.distributed.master import candidate_ports, is_under_torchrun, master_of, meeting_ports, probe_port
-from slurm_train.errors import ClusterError
+from slurm_train.config.schema import ClusterSection
+from slurm_train.distributed import interfaces, master
+from slurm_train.distributed.master import (
+    PORTS,
+    candidate_ports,
+    chosen_address,
+    is_under_torchrun,
+    master_of,
+    meeting_ports,
+    probe_port,
+    read_ports,
+)
+from slurm_train.errors import ClusterError, ConfigError
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[5-8]", "SLURM_TASKS_PER_NODE": "2(x4)"}
 TASK = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "1"}
@@ -68,7 +80,7 @@ def test_probing_passes_over_ports_that_are_taken(monkeypatch: pytest.MonkeyPatc
     assert first == probe_port("a-run", attempt=0, env={"SLURM_JOB_ID": "99"}), "an inherited port is not believed"
     with socket.create_server(("", first)):
         assert probe_port("a-run", attempt=0, env=env) != first
-        monkeypatch.setattr(master, "candidate_ports", lambda _: [first] * 32)
+        monkeypatch.setattr(master, "candidate_ports", lambda _, **__: [first] * 32)
         assert probe_port("a-run", attempt=0, env=env) not in (0, first), "the kernel gives one"
 
 
@@ -84,3 +96,57 @@ def test_the_kernels_range_is_read(text: str, high: int, tmp_path: Path, monkeyp
     (tmp_path / "range").write_text(text)
     monkeypatch.setattr(master, "_RANGE_FILE", tmp_path / "range")
     assert candidate_ports("7") == candidate_ports("7", ephemeral_low=high)
+
+
+@pytest.mark.parametrize(
+    ("text", "ports"),
+    [("20000-20100", range(20000, 20101)), (" 1024-1024", range(1024, 1025)), ("40000", range(40000, 40001))],
+)
+def test_a_range_of_ports_that_a_site_opens(text: str, ports: range) -> None:
+    assert read_ports(text) == ports
+    found = candidate_ports("seed", within=text)
+    assert set(found) <= set(ports) and len(set(found)) == min(len(ports), 32)
+    assert found == candidate_ports("seed", within=text), "every rank computes the same list"
+
+
+@pytest.mark.parametrize("text", ["", "80-90", "20100-20000", "20000-70000", "20000:20100", "many", "-1"])
+def test_no_range_of_ports(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no range of ports"):
+        read_ports(text)
+
+
+def test_ranks_meet_within_the_range_of_their_job() -> None:
+    env = {PORTS: "40000-40010", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    assert set(meeting_ports("run", attempt=0, env=env)) == set(range(40000, 40011))
+    assert 40000 <= probe_port("run", attempt=0, env=env) <= 40010
+    firsts = {meeting_ports("run", attempt=attempt, env=env)[0] for attempt in range(40)}
+    assert len(firsts) > 5, "attempts differ"
+
+
+@pytest.mark.parametrize(
+    ("settings", "address"),
+    [
+        ({}, ""),
+        ({"rendezvous_address": "ib0"}, "10.79.0.11"),
+        ({"rendezvous_address": "%Ni"}, "node1i"),
+        ({"rendezvous_address": "%N-ib.cluster", "network_interface": "ib0"}, "node1-ib.cluster"),
+        ({"network_interface": "ib0"}, "10.79.0.11"),
+        ({"network_interface": "eth0", "rendezvous_address": "ib0"}, "10.79.0.11"),
+        ({"network_interface": "ib7"}, ""),
+        # NCCL's forms, of which none is one interface.
+        ({"network_interface": "ib0,eth0"}, ""),
+        ({"network_interface": "^lo,docker0"}, ""),
+        ({"network_interface": "=ib0"}, ""),
+    ],
+)
+def test_where_the_ranks_meet_as_configured(settings: dict[str, str], address: str) -> None:
+    on_node1 = {"eth0": "10.78.0.11", "ib0": "10.79.0.11"}
+    cluster = ClusterSection(**settings)  # type: ignore[arg-type]
+    assert chosen_address(cluster, "node1", address_on=lambda name: on_node1.get(name, "")) == address
+
+
+def test_the_address_of_an_interface_is_printed_by_a_plain_python_anywhere() -> None:
+    for name, address in {**interfaces.interface_addresses(), "none7": ""}.items():
+        command = [sys.executable, "-I", interfaces.__file__, name]
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=True)
+        assert done.stdout.strip() == address

@@ -10,7 +10,9 @@ import pytest
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.compose import Composed, Point
 from slurm_train.errors import BatchError, ConfigError
+from slurm_train.launch.batch_script import render_script
 from slurm_train.launch.plan import RunPlan, SweepPlan, check_path, plan_sweep
+from slurm_train.launch.preview import plan_rows
 from tests.support.plans import DEFAULTS, composed, make_plan
 from tests.support.refusals import refusal
 
@@ -295,3 +297,35 @@ def test_what_cannot_share_a_job_is_refused(sections: dict[str, Any], message: s
 def test_runs_of_one_node_share_jobs() -> None:
     packed = {"sweep": {"pack": 2, "max_parallel": 2}, "cluster": {"nodes": 1, "sbatch": {"exclusive": True}}}
     assert sweep_of({"seed": 1, **packed}, {"seed": 2, **packed}).pack == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rendezvous_ports": "20100-20000"}, "cluster.rendezvous_ports=20100-20000 is no range"),
+        ({"rendezvous_address": "ib0,ib1"}, "cluster.rendezvous_address=ib0,ib1 is neither an interface nor a name"),
+        ({"rendezvous_address": "%N:29500"}, "cluster.rendezvous_address=%N:29500 is neither"),
+    ],
+)
+def test_where_no_ranks_can_meet_is_refused(settings: dict[str, str], message: str) -> None:
+    assert refusal(ConfigError, make_plan, cluster={**CLUSTER, **settings}).message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("settings", "row"),
+    [
+        ({}, None),
+        ({"network_interface": "ib0"}, "ib0 of rank 0's node"),
+        ({"rendezvous_address": "%Ni", "rendezvous_ports": "20000-20100"}, "%Ni, ports 20000-20100"),
+        ({"rendezvous_ports": "20000-20100"}, "rank 0's node, ports 20000-20100"),
+        ({"network_interface": "ib0", "nodes": 1}, None),
+        ({"network_interface": "^lo"}, None),
+    ],
+)
+def test_where_the_ranks_meet_is_a_row_of_the_plan(settings: dict[str, Any], row: str | None) -> None:
+    assert dict(plan_rows(make_plan(cluster={**CLUSTER, **settings}))).get("rendezvous") == row
+
+
+def test_the_ports_that_a_site_opens_travel_into_the_job() -> None:
+    script = render_script(make_plan(cluster={**CLUSTER, "rendezvous_ports": "20000-20100"}))
+    assert "export SLURM_TRAIN_PORTS=20000-20100" in script

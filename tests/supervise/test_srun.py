@@ -6,10 +6,12 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.distributed import interfaces
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import close_attempt, open_attempt
 from slurm_train.rundir.events import FailureMark, add_bad_nodes, leave_mark, read_events
@@ -17,6 +19,7 @@ from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import CheckpointName, RunDirectory
 from slurm_train.rundir.timing import Spent
 from slurm_train.slurm.allocation import Allocation
+from slurm_train.slurm.commands import Finished
 from slurm_train.supervise import srun
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.scheduler import Room, SlurmJob
@@ -266,3 +269,30 @@ def test_a_refused_question_is_asked_again_and_nothing_is_said_of_a_growth(
     with pytest.raises(ClusterError):
         watch.look()
     assert shrunk.job.growth is None, "ranks that fail now have failed by themselves"
+
+
+@pytest.mark.parametrize("here", ["node1", "login"])
+def test_the_ranks_meet_at_the_interface_of_rank_0s_node(
+    here: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[str]] = []
+
+    def ask(words: list[str], nodes: list[str], *_: object, **__: object) -> Finished:
+        asked.append([words[-1], *nodes])
+        return Finished(0, "10.79.0.11\n" if words[-1] == "ib0" else "\n", "")
+
+    monkeypatch.setattr(interfaces, "interface_addresses", lambda: {"ib0": "10.79.0.11"})
+    monkeypatch.setattr(srun, "run_on_each_node", ask)
+    monkeypatch.setattr(srun.socket, "getaddrinfo", lambda *_: [])
+    env = {"SLURMD_NODENAME": here}
+    job: Any = None
+
+    def address(**settings: str) -> str:
+        return srun._address("node1", job, ClusterSection(**settings), env)  # type: ignore[arg-type]
+
+    assert address(network_interface="ib0") == "10.79.0.11"
+    assert asked == ([] if here == "node1" else [["ib0", "node1"]])
+    assert address(rendezvous_address="%Ni") == "node1i" and address() == "node1"
+    assert capfd.readouterr().err == ""
+    assert address(rendezvous_address="ib7") == "node1"
+    assert "node1 has no address on ib7" in capfd.readouterr().err

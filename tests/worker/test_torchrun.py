@@ -65,6 +65,7 @@ def test_a_rank_that_cannot_leave_a_mark_gets_one(tmp_path: Path, act: str, word
     run = RunDirectory(tmp_path)
     open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=2))
     node = NodeRanks(
+        address="127.0.0.1",
         run_id="crash",
         num_nodes=1,
         node_rank=0,

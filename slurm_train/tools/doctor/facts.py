@@ -215,6 +215,8 @@ class Trouble:
     """Other nodes that answer."""
     unreached: list[str] = field(default_factory=list)
     """Other nodes that do not."""
+    answers: dict[str, str] = field(default_factory=dict)
+    """Interface -> address of rank 0's node where rank 0 answers instead."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -226,6 +228,8 @@ class Job:
 
     names: tuple[str, ...]
     """Its nodes in rank order; the first is rank 0's."""
+    master: str = ""
+    """Name or address where the ranks meet rank 0, if it is not the name of its node."""
     world_size: int
     gpus_per_node: int = 0
     """GPUs asked of Slurm, on the node that has most; 0: none."""

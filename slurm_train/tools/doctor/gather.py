@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -19,7 +18,6 @@ import resource
 import shutil
 import socket
 import string
-import struct
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +31,7 @@ from slurm_train import __version__
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.check import known_fingerprint
 from slurm_train.data.shards import check_sizes, read_index
+from slurm_train.distributed.interfaces import interface_addresses, table_rows
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import addresses_of
 from slurm_train.errors import DataError
@@ -47,7 +46,6 @@ from slurm_train.slurm.share import Share
 from slurm_train.tools.doctor.facts import DiskFacts, GpuFacts, NodeFacts, RankFacts
 
 _MIB = 1 << 20
-_SIOCGIFADDR = 0x8915
 # A snapshot may have 100 MB on a busy file system: sources are hashed first, until this time is over.
 _HASHING_S = 1.0
 _LONGEST_LIST = 20
@@ -184,6 +182,12 @@ def read_network(place: RankPlace, env: Mapping[str, str], *, peer: str) -> dict
     own_name = socket.gethostname()
     towards, _ = resolve(peer)
     interface, address = route_to(towards[0], addresses) if towards else ("", "")
+    # Rank 0's node is reached where it was chosen to be, whatever its route to the others is.
+    chosen = env.get("MASTER_ADDR", "") if place.is_first else ""
+    if chosen not in ("", place.host):
+        by_address = {own: name for name, own in addresses.items()}
+        own_address = next((found for found in resolve(chosen)[0] if found in by_address), address)
+        interface, address = by_address.get(own_address, interface), own_address
     if interface == "" and len(addresses) == 1:
         # Whatever this node takes for its peer's address, there is but one way out of it.
         ((interface, address),) = addresses.items()
@@ -206,21 +210,6 @@ def resolve(name: str) -> tuple[list[str], str]:
         return addresses_of(name), ""
     except OSError as err:
         return [], str(err.strerror or err)
-
-
-def interface_addresses() -> dict[str, str]:
-    """Returns interface -> address for all that have one, without the loopback; of two the IPv4 one."""
-    addresses: dict[str, str] = {}
-    for digits, _, _, scope, _, name in _rows("/proc/net/if_inet6"):
-        if scope == "00":  # global
-            addresses[name] = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                addresses[name] = socket.inet_ntoa(answer[20:24])
-    addresses.pop("lo", None)
-    return addresses
 
 
 def route_to(address: str, addresses: Mapping[str, str]) -> tuple[str, str]:
@@ -247,7 +236,7 @@ def _interface_in_table(address: str) -> str:
         return ""
     wanted = int.from_bytes(socket.inet_aton(address), "little")
     best = (-1, "")
-    for name, target, *fields in _rows("/proc/net/route")[1:]:
+    for name, target, *fields in table_rows("/proc/net/route")[1:]:
         mask = int(fields[5], 16)
         if wanted & mask == int(target, 16):
             best = max(best, (mask.bit_count(), name), key=lambda pair: pair[0])
@@ -261,13 +250,6 @@ def link_speed_mbit(interface: str) -> int | None:
     except (OSError, ValueError):
         return None
     return speed if speed > 0 else None
-
-
-def _rows(path: str) -> list[list[str]]:
-    try:
-        return [line.split() for line in Path(path).read_text(encoding="ascii").splitlines()]
-    except OSError:
-        return []
 
 
 # Files and disks.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from slurm_train.distributed.rendezvous import files_needed, is_loopback
 from slurm_train.formatting import shorten
@@ -21,7 +21,7 @@ from slurm_train.rundir.events import Finding
 from slurm_train.rundir.node_disk import has_room_for_sockets
 from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.slurm.limits import in_words, tight, way_out
-from slurm_train.tools.doctor.facts import Job, NodeFacts, error, merge, warning
+from slurm_train.tools.doctor.facts import Job, NodeFacts, Trouble, error, merge, warning
 
 HINTS = {
     "RANK_MISMATCH": "look for RANK, WORLD_SIZE or SLURM_* set by a module, a prolog or a shell's start file there",
@@ -32,7 +32,7 @@ HINTS = {
     "NAME_RESOLUTION": "compare `getent hosts` of that name on both nodes, correct /etc/hosts or the name server",
     "LOOPBACK": "correct the line of that name in /etc/hosts there",
     "PORT_BLOCKED": "open the ports between the nodes, those of ip_local_port_range as well, in firewall and routing "
-    "(`nft list ruleset`, `ip route get` on both)",
+    "(`nft list ruleset`, `ip route get` on both), or name open ones: cluster.rendezvous_ports=20000-20100",
     "PORT_IN_USE": "`ss -ltnp` there shows who holds it; the ranks, or the next attempt, take another port",
     "NODE_MISSING": "look at their logs and at the node; a slow start is given more time by train.start_timeout_s",
     "WRONG_INTERFACE": "set cluster.network_interface to the one that answers",
@@ -182,13 +182,14 @@ def _unreached_rank_0(job: Job) -> Iterator[Finding]:
     node = job.node(master)
     blocked = []
     addresses = {*node.addresses.values(), node.address} - {""}
+    name = job.master or master
     for trouble in job.troubles:
         if not trouble.address:
             code = "NAME_RESOLUTION"
-            seen = f"cannot resolve {master}, where rank 0 is: {trouble.error}"
+            seen = f"cannot resolve {name}, where rank 0 is: {trouble.error}"
         elif is_loopback(trouble.address):
             code = "LOOPBACK"
-            seen = f"resolves {master}, where rank 0 is, to itself ({trouble.address})"
+            seen = f"resolves {name}, where rank 0 is, to itself ({trouble.address})"
         elif addresses and trouble.address not in addresses:
             seen = f"looks for rank 0 at {trouble.address}, but {master} has {shorten(sorted(addresses))}"
             code = "WRONG_MASTER"
@@ -201,15 +202,27 @@ def _unreached_rank_0(job: Job) -> Iterator[Finding]:
         first = blocked[0]
         reach = any(trouble.reached for trouble in blocked)
         seen = f"no other node reaches rank 0 at {first.address}:{first.port}: {first.error}"
-        yield error("PORT_BLOCKED", master, seen + ("; they reach each other" if reach else ""), blames=reach)
+        seen += "; they reach each other" if reach else ""
+        elsewhere, hint = _answer_elsewhere(blocked)
+        yield error("PORT_BLOCKED", master, seen + elsewhere, blames=reach and not elsewhere, hint=hint)
         return
     for trouble in blocked:
         reachability = f"; it reaches {shorten(trouble.reached)}" if trouble.reached else ""
         reachability += f"; it does not reach {shorten(trouble.unreached)}" if trouble.unreached else ""
         # Another node has connected to rank 0, and this one reaches none.
         is_alone = bool({rank.node for rank in job.ranks} - {master, trouble.node}) and not trouble.reached
+        elsewhere, hint = _answer_elsewhere([trouble])
         seen = f"does not reach rank 0 at {trouble.address}:{trouble.port} ({master}): {trouble.error}{reachability}"
-        yield error("PORT_BLOCKED", trouble.node, seen, blames=is_alone)
+        yield error("PORT_BLOCKED", trouble.node, seen + elsewhere, blames=is_alone and not elsewhere, hint=hint)
+
+
+def _answer_elsewhere(blocked: Sequence[Trouble]) -> tuple[str, str]:
+    """Returns at which interface rank 0 answers all of these nodes, in words, and the setting for it; "" for none."""
+    for interface, address in blocked[0].answers.items():
+        if all(trouble.answers.get(interface) == address for trouble in blocked):
+            hint = f"set cluster.rendezvous_address={interface}, or open the ports between the nodes"
+            return f"; its {interface} ({address}) answers", hint
+    return "", ""
 
 
 def _taken_port(job: Job) -> Iterator[Finding]:

@@ -190,6 +190,7 @@ class Preflight:
         gpus = 0 if cluster is None or cluster.gpu_flag == "none" else cluster.gpus_per_node
         job = Job(
             names=self.nodes,
+            master="" if self.point.master_addr == self.nodes[0] else self.point.master_addr,
             world_size=self.world_size,
             gpus_per_node=gpus if isinstance(gpus, int) else max(gpus),
             cpus_per_gpu=_asked_cpus(cluster, self.env),
@@ -357,8 +358,20 @@ class Preflight:
             error=describe_error(error),
             reached=reached[True],
             unreached=reached[False],
+            answers=self._answers_elsewhere(addresses, port),
         )
         self.write(_TROUBLE, trouble=asdict(trouble))
+
+    def _answers_elsewhere(self, addresses: Sequence[str], port: int) -> dict[str, str]:
+        """Returns the interfaces of rank 0's node, with their addresses, where a program listens at its port."""
+        others = self.read(0).get("node", {}).get("addresses", {})
+        answers = {}
+        for interface, address in others.items() if port else ():
+            with contextlib.suppress(OSError):
+                if address not in addresses:
+                    socket.create_connection((address, port), timeout=_CONNECT_S).close()
+                    answers[interface] = address
+        return answers
 
     # Rank 0.
 

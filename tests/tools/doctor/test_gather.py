@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,3 +230,16 @@ def test_hardware_errors_of_the_last_day_are_read_from_the_kernels_log(
     )
     assert logged_errors(log) == ["Xid 79 on 0000:3b:00"]
     assert logged_errors(tmp_path / "none") == []
+
+
+def test_rank_0s_node_is_reached_where_its_address_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = {"eth0": "10.78.0.11", "ib0": "10.79.0.11"}
+    monkeypatch.setattr(gather, "interface_addresses", lambda: addresses)
+    names = {"node1": "10.78.0.11", "node2": "10.78.0.12", "node1i": "10.79.0.11"}
+    monkeypatch.setattr(gather, "resolve", lambda name: ([names.get(name, name)], ""))
+    monkeypatch.setattr(gather, "route_to", lambda *_: ("eth0", "10.78.0.11"))
+    cases = [(0, "10.79.0.11", "ib0"), (0, "node1i", "ib0"), (0, "node1", "eth0"), (0, "10.1.1.1", "eth0")]
+    for rank, master, interface in (*cases, (2, "10.79.0.11", "eth0")):
+        place = replace(PLACE, rank=rank, local_rank=0, node_rank=rank // 2, world_size=4, local_world_size=2)
+        found = gather.read_network(place, {"MASTER_ADDR": master}, peer="node2")
+        assert (found["interface"], found["address"]) == (interface, addresses[interface])
