@@ -21,9 +21,12 @@ _SETTINGS = {
     ),
     "optim=<adamw|sgd|muon|adamw_torch:adamw|adamw_torch_fused:adamw>, of adamw, sgd and muon; any other: "
     "optim._target_=torch.optim.NAdam optim.lr=1e-3": (
-        "optimizer optimizer.name optimizer_type optimizers opt optim_wrapper optimizer_config"
+        "optimizer --optim optimizer.name optimizer_type optimizers opt optim_wrapper optimizer_config"
     ),
     "optim=sgd optim.momentum=<0.9>": "momentum sgd_momentum",
+    "optim=sgd optim.nesterov=<!true|off:false>": "nesterov",
+    "optim=sgd +optim.dampening=<0.1>, a keyword of the optimizer's class": "dampening",
+    "+optim.amsgrad=<!true|off:false>, a keyword of the optimizer's class": "amsgrad",
     "optim.schedule=<cosine|linear|constant|wsd|inverse_sqrt|constant_with_warmup:constant|warmup_stable_decay:wsd>, "
     "of cosine, linear, constant, wsd and inverse_sqrt; any other: optim.schedule._target_=my_package.falling": (
         "lr_scheduler lr_scheduler_type scheduler schedulers lr_schedule decay_type sched lr_decay_style "
@@ -149,7 +152,7 @@ _SETTINGS = {
     ),
     "model=llama3-8b, llama3-70b or gpt2-124m": "model.flavor",
     "model=hf model.path=DIR 'model.lora={r: <16>}'": (
-        "lora use_lora lora_r lora_rank peft adapter finetuning_type use_peft lora_config"
+        "lora use_lora lora_r lora_rank peft adapter finetuning_type use_peft model.lora_r model.lora_rank lora_config"
     ),
     "model=hf model.path=DIR 'model.lora={r:16,lora_alpha:<32>}'": "lora_alpha",
     "model=hf model.path=DIR 'model.lora={r:16,lora_dropout:<0.1>}'": "lora_dropout",
@@ -208,8 +211,8 @@ _SETTINGS = {
     "parallel.activation_checkpointing=alternate, every other block": "selective_ac_option",
     # --- Slurm ---
     "+cluster=2x8, nodes x GPUs per node": (
-        "nodes num_nodes nnodes -N gpus -G gpus_per_node gres devices num_gpus n_gpus nproc_per_node num_processes "
-        "num_machines ngpus ntasks -n ntasks_per_node tasks_per_node trainer gpus_per_task"
+        "nodes --cluster num_nodes nnodes -N gpus -G gpus_per_node gres devices num_gpus n_gpus nproc_per_node "
+        "num_processes num_machines ngpus ntasks -n ntasks_per_node tasks_per_node trainer gpus_per_task"
     ),
     "cluster.partition=<gpu>": "partition slurm_partition",
     "cluster.account=<my_account>": "account -A slurm_account",
@@ -350,8 +353,8 @@ _ADVICE = {
         "lr_scheduler_kwargs num_cycles gamma step_size milestones decay_rate decay_epochs decay_milestones t_max "
         "max_lr pct_start cooldown_epochs patience_epochs warmup_lr scale_schedule_ratio"
     ),
-    "there is none: keywords of an optimizer's class are keys of optim, e.g. optim=sgd +optim.nesterov=true": (
-        "optim_args nesterov dampening amsgrad optim_target_modules"
+    "there is none: keywords of an optimizer's class are keys of optim, e.g. +optim.amsgrad=true": (
+        "optim_args optim_target_modules"
     ),
     "there is none: train.max_steps or train.max_epochs is the length, over as many jobs as it takes": (
         "max_time min_steps min_epochs exit_duration_in_mins exit_interval"
@@ -453,9 +456,13 @@ def advise(name: str, value: object = None) -> str:
         return f"it is called {RENAMED_KEYS[key]} now"
     head, _, last = key.rpartition(".")
     names = [name, key, key.lower()]
-    if head.partition(".")[0] not in _OWN_GROUPS:
+    section = head.partition(".")[0]
+    if section not in _OWN_GROUPS:
         names.append(last.lower())
     answer = next((_ANSWERS[name] for name in names if name in _ANSWERS), "")
+    if section == "optim" and answer not in _SETTINGS:
+        # The class of an optimizer or schedule may have a keyword of that name.
+        return ""
     if answer not in _SETTINGS:
         return answer
     text = "" if value is None or isinstance(value, (dict, list)) else str(value)

@@ -48,17 +48,25 @@ def test_what_people_type_is_answered_with_a_setting_that_is_accepted_or_with_a_
             composer.compose(accepted_with(expected[typed]))
 
 
+NEEDS_OWN = re.compile(r"data\.num_workers|data\._target_|model\.num_classes")
+
+
 def accepted_with(setting: str) -> list[str]:
     """Returns the words of a proposal, with those that it needs beside it."""
     words = shlex.split(setting)
     words += [] if "+cluster" in setting else ["+cluster=2x8"]
-    return [*words, *(["data._target_=my.Data", "model._target_=my.Model"] if "data.num_workers" in setting else [])]
+    return [*words, *(["data._target_=my.Data", "model._target_=my.Model"] if NEEDS_OWN.search(setting) else [])]
 
 
+SETTING = re.compile(r"(?<![^\s(])\+?[a-z_]+(?:\.[a-z_]+)+=[^\s,;:`\")]+")
 VERB, FLAG = re.compile(r"`([a-z]+)\b"), re.compile(r"(?<!\S)(--[a-z-]+)")
 ANSWERS = sorted({advise(name) for name in OTHER_NAMES})
 """Several names have the same answer."""
-PROPOSALS = [answer for answer in ANSWERS if answer.startswith("write ") or VERB.search(answer) or FLAG.search(answer)]
+PROPOSALS = [
+    answer
+    for answer in ANSWERS
+    if answer.startswith("write ") or any(pattern.search(answer) for pattern in (VERB, FLAG, SETTING))
+]
 
 
 def test_no_name_of_another_trainer_is_a_setting_or_a_verb_here() -> None:
@@ -76,6 +84,11 @@ def composer() -> Composer:
 def test_every_setting_that_is_proposed_composes_and_every_verb_exists(answer: str, composer: Composer) -> None:
     if answer.startswith("write "):
         composer.compose(accepted_with(re.split(r", |; | for | in ", answer.removeprefix("write "))[0]))
+    else:
+        words = SETTING.findall(answer)
+        words += ["data=hf", "data.path=DIR"] if "data=hf" in answer else []
+        if words:
+            composer.compose(accepted_with(" ".join(words)))
     for verb in VERB.findall(answer):
         assert verb in PUBLIC_VERBS, answer
     for flag in FLAG.findall(answer):
