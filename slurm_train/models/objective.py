@@ -219,6 +219,7 @@ class Objective(nn.Module):
             self._check_call(batch)
             if len(batch) == 2 and not _has_lists(batch) and not self._gives_loss_of_tuples:
                 require_values(batch[1])
+        self._require_labels_of_own_loss(batch)
         pair = _sequences_in(batch)
         if pair is None:
             self._repeats = False
@@ -238,6 +239,20 @@ class Objective(nn.Module):
                 hint="give (tokens[:-1], tokens[1:]), or a dict with input_ids and labels, whose labels are shifted "
                 "as transformers does; define training_loss(batch) on a model that has to copy",
             )
+
+    def _require_labels_of_own_loss(self, batch: Batch) -> None:
+        """Checks the range of labels that a model of transformers scores itself: a GPU would be lost by one outside.
+
+        Raises:
+            ConfigError: a label has no score.
+        """
+        num_scores = self.own_loss.num_scores
+        gives_loss = isinstance(batch, dict) or self._gives_loss_of_tuples
+        if num_scores is None or not gives_loss or _has_lists(batch):
+            return
+        labels = labels_in(batch)
+        if labels is not None and not labels.is_floating_point():
+            require_labels(labels, num_scores=num_scores)
 
     def other_loss(self, batch: Batch) -> str | None:
         """Returns a line about a loss that a person may have meant and that is not the one that is trained.
@@ -328,7 +343,7 @@ class Objective(nn.Module):
             default_loss(scores, targets)
             return None
         all_labels = targets if labels is None else labels
-        require_labels(scores, all_labels, classes_second=self._classes_second)
+        require_labels(all_labels, num_scores=scores.shape[1 if self._classes_second else -1])
         # Only now: torch would raise for labels without a score, and a GPU would be lost.
         default_loss(scores, targets, classes_second=self._classes_second)
         notes = (

@@ -48,6 +48,8 @@ class OwnLoss:
     """Positions that a table of the model has, None where it has no such table."""
     needs_mask: bool
     """Scores depend on padded positions unless an `attention_mask` says which they are."""
+    num_scores: int | None
+    """Scores for each label of a model of transformers that compares them as classes, None for others."""
     padding_id: int
     """The token id that the model takes for padding, 0 where it names none."""
     ignored_in_images: int
@@ -115,6 +117,7 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
         router_scale=_router_scale(owner, config),
         context=None if library is None else _table_of_positions(library),
         needs_mask=takes_mask and not _sees_no_later_token(library, router_scale=_router_scale(owner, config)),
+        num_scores=None if library is None else _num_scores(library, config),
         padding_id=_padding_id(config),
         ignored_in_images=ignored if isinstance(ignored, int) else IGNORED,
     )
@@ -190,6 +193,18 @@ def _sees_no_later_token(library: nn.Module | None, *, router_scale: float) -> b
     fills_masks = getattr(config, "model_type", None) in names.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     is_decoder = not fills_masks or bool(getattr(config, "is_decoder", False))
     return is_decoder and type(library).__name__ in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _num_scores(library: nn.Module, config: Any) -> int | None:
+    kind = getattr(library, "loss_type", None)
+    number = None
+    if kind in ("ForSequenceClassification", "ForTokenClassification"):
+        is_of_classes = getattr(config, "problem_type", None) in (None, "single_label_classification")
+        number = getattr(config, "num_labels", None) if is_of_classes else None
+    elif kind in ("ForCausalLM", "ForMaskedLM"):
+        number = getattr(config.get_text_config(), "vocab_size", None)
+    # One score is a value that is compared by squared error.
+    return number if isinstance(number, int) and number > 1 else None
 
 
 def _padding_id(config: Any) -> int:

@@ -138,13 +138,12 @@ def require_values(targets: Tensor) -> None:
         )
 
 
-def require_labels(outputs: Tensor, labels: Tensor, *, classes_second: bool | None) -> None:
+def require_labels(labels: Tensor, *, num_scores: int) -> None:
     """Checks that there is a score for each label.
 
     Args:
-        outputs: scores, perhaps of some of the samples.
         labels: whole numbers of any shape.
-        classes_second: dimension 1 of the scores has the classes.
+        num_scores: scores for each item.
 
     Raises:
         ConfigError: a label has no score, or there is one score alone, of which no cross entropy can be learned.
@@ -152,7 +151,6 @@ def require_labels(outputs: Tensor, labels: Tensor, *, classes_second: bool | No
     counted = labels[labels != IGNORED]
     if not counted.numel():
         return
-    num_scores = outputs.shape[1 if classes_second else -1]
     low = int(counted.min())
     high = int(counted.max())
     if num_scores > 1 and low >= 0 and high < num_scores:

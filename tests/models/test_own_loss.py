@@ -286,6 +286,35 @@ def test_next_tokens_beside_the_inputs_agree_with_a_model_that_shifts_and_with_o
 @pytest.mark.full
 @NEEDS_TRANSFORMERS
 @pytest.mark.parametrize(
+    ("kind", "words", "labels", "said"),
+    [
+        ("BertForSequenceClassification", {"num_labels": 3}, [0, 1, 3], "labels are 0 to 3, and the model gives 3"),
+        ("BertForTokenClassification", {"num_labels": 3}, [[0, -1], [2, 1], [0, 0]], "labels are -1 to 2"),
+        ("BertForMaskedLM", {}, [[-100, 64], [2, 1], [0, 0]], "gives 64 scores"),
+        ("BertForSequenceClassification", {"num_labels": 3}, [0, 2, -100], None),
+        ("BertForSequenceClassification", {"num_labels": 1}, [4, 5, 6], None),
+        ("BertForSequenceClassification", {"num_labels": 3}, [[1.0, 0.0, 5.0]] * 3, None),
+        ("BertForMaskedLM", {}, [[-100, 63], [2, 1], [0, 0]], None),
+    ],
+)
+def test_labels_without_a_score_are_refused_before_the_library_scores_them(
+    kind: str, words: dict[str, Any], labels: list[Any], said: str | None
+) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    model = getattr(transformers, kind)(transformers.BertConfig(vocab_size=64, **sizes, **words))
+    objective = Objective(model)
+    batch = {"input_ids": torch.ones(3, 2, dtype=torch.int64), "labels": torch.tensor(labels)}
+    if said is None:
+        objective.look_at(batch)
+        return
+    with pytest.raises(ConfigError, match=said):
+        objective.look_at(batch)
+
+
+@pytest.mark.full
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("BertForSequenceClassification", {}),
