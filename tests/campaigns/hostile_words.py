@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from slurm_train.config.compose import compose
 from slurm_train.config.frozen import dump_config, load_config
 from slurm_train.config.schema import RunConfig
-from slurm_train.config.words import read_words
+from slurm_train.config.words import SLURM_LISTS, read_words
 from slurm_train.errors import SlurmTrainError
 from slurm_train.launch.batch_script import render_script
 from slurm_train.launch.plan import RunPlan, plan_run
@@ -157,6 +157,9 @@ def _typed(word: str, reader: str) -> Maker:
 
 def _of_key(key: str) -> Maker:
     def make(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
+        if key in SLURM_LISTS and text.startswith("["):
+            # Brackets around all of it are a list, as in a file.
+            text = f"node{text}"
         plan = _planned(bench, f"cluster.{key}={text}")
         assert plan.config.cluster is not None
         return plan, {f"cluster {key}": (getattr(plan.config.cluster, key), text)}
