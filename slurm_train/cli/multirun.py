@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.preview import check_inputs, take_inputs, warn_of_variables
+from slurm_train.cli.preview import check_inputs, take_inputs, warn_unexported_keys
 from slurm_train.cli.start import start_sweep, wait_for_sweep
 from slurm_train.cli.terminal import note
 from slurm_train.config.compose import Point, read_points, unquoted
@@ -110,7 +110,7 @@ class _TypedSweep:
         source = read_source(example.run, example.config, self.cwd, env=self.env)
         for line in source_notes(source):
             note(line)
-        warn_of_variables(example.config, cwd=self.cwd, env=self.env)
+        warn_unexported_keys(example.config, self.env)
         start = Start(words=self.words, env=self.env, say=note, after=self.flags.after)
         return _start(start, plan, source, wait=wait), plan
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.preview import check_inputs, print_rows, read_settings_of, warn_of_variables
+from slurm_train.cli.preview import check_inputs, print_rows, read_settings_of
 from slurm_train.cli.terminal import note, working_folder
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import ClusterError, ConfigError
@@ -102,7 +102,7 @@ def _plan_run(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -> 
     flags = settings.words
     plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel)
     check_inputs(plan, cwd=cwd)
-    warn_of_variables(plan.config, cwd=cwd, env=env)
+    _say_variables(plan, env)
     _say_dependency(flags.after, plan, env)
     if flags.ranks:
         print_rows(plan_rows(plan))
@@ -178,6 +178,13 @@ def _say_dependency(after: Sequence[str], plan: RunPlan, env: Mapping[str, str])
         from slurm_train.launch.start import Start
 
         Start(words=(), env=env, say=note, after=after).dependency(plan.config, plan.run.path.parent.parent)
+
+
+def _say_variables(plan: RunPlan, env: Mapping[str, str]) -> None:
+    from slurm_train.launch.shell_variables import variable_notes
+
+    for line in variable_notes(plan.config, cwd=Path(plan.directory), env=env):
+        note(line)
 
 
 def _site_facts(plan: RunPlan, env: Mapping[str, str]) -> SiteFacts | None:
@@ -298,7 +305,7 @@ def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[s
     from slurm_train.slurm.commands import SlurmCommands
 
     plan = plan_words(settings=settings, env=env, cwd=cwd)
-    warn_of_variables(plan.plans[0].config, cwd=cwd, env=env)
+    _say_variables(plan.plans[0], env)
     _say_dependency(after, plan.plans[0], env)
     for name, text in sweep_rows(plan.plans, facts=_site_facts(plan.plans[0], env), env=env):
         note(f"  {name:<13}  {text}")

@@ -18,7 +18,6 @@ from slurm_train.launch.inputs import fetch_inputs, refuse_missing_inputs, uses_
 from slurm_train.launch.job_python import python_notes, require_lasting_python
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preview import plan_rows, source_notes
-from slurm_train.launch.shell_variables import unexpanded_notes, unexported_notes
 from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.write import require_writable
 from slurm_train.slurm.job_variables import exported
@@ -77,7 +76,7 @@ def look_at(plan: RunPlan, *, env: Mapping[str, str], cwd: Path) -> Source:
     for line in similar_run_notes(plan):
         note(line)
     print_rows(plan_rows(plan))
-    warn_of_variables(plan.config, cwd=cwd, env=env)
+    warn_unexported_keys(plan.config, env)
     source = read_source(plan.run, plan.config, cwd, env=env)
     for line in source_notes(source):
         note(line)
@@ -118,16 +117,8 @@ def _check_tools(config: RunConfig, *, cwd: Path) -> None:
         check_callbacks(config, search=[str(cwd), *sys.path])
 
 
-def warn_of_variables(config: RunConfig, *, cwd: Path, env: Mapping[str, str]) -> None:
-    """Prints which variables do not arrive: those in words, and those of this shell that program or trackers read.
-
-    Args:
-        config: of the run.
-        cwd: the folder of its code.
-        env: the environment of this shell.
-    """
-    for line in (*unexpanded_notes(config, cwd=cwd), *unexported_notes(config, cwd=cwd, env=env)):
-        note(line)
+def warn_unexported_keys(config: RunConfig, env: Mapping[str, str]) -> None:
+    """Prints which keys of trackers are set in this shell and do not travel into the job."""
     if config.cluster is None or config.track == TrackSection():
         return
     from slurm_train.tools.trackers import unexported_keys

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_train.cli.preview import print_rows, warn_of_variables
+from slurm_train.cli.preview import print_rows
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.start import start_run, start_sweep
 from slurm_train.cli.terminal import answer, note, working_folder
@@ -35,7 +35,7 @@ from slurm_train.launch.start import Start
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import find_run, find_sweep
 from slurm_train.rundir.paths import RunDirectory, require_private
-from slurm_train.rundir.sweep import SweepDirectory, read_table
+from slurm_train.rundir.sweep import SweepDirectory
 from slurm_train.status.activity import refuse_active
 from slurm_train.status.run_status import RESUMABLE, RunState, read_states
 from slurm_train.trust import read_text
@@ -75,7 +75,6 @@ def main(words: Sequence[str]) -> int:
 
         config = apply_words(frozen_config, settings, config_dir=arguments.config_dir)
     refuse_finished(run, frozen_config, config, accept=accept)
-    warn_of_variables(config, cwd=run.code, env=env)
     if not (settings or accept):
         _refuse_edited(run)
         for line in changed_code_notes(run, config, Path.cwd()):
@@ -113,9 +112,6 @@ def _resume_sweep(
     from slurm_train.launch.start_sweep import prepare_resumed_sweep
 
     code_from = working_folder(start.env) if "code" in start.accept else None
-    example = read_table(sweep)[0].run
-    if example.config.is_file():
-        warn_of_variables(load_config(example.config), cwd=code_from or example.code, env=start.env)
     return start_sweep(prepare_resumed_sweep(start, sweep, states=states, where=where, code_from=code_from))
 
 

@@ -46,6 +46,17 @@ _KEYWORDS = ("envvar", "env_var", "env")
 _READERS = ("environs", "decouple", "environ")
 
 
+def variable_notes(config: RunConfig, *, cwd: Path, env: Mapping[str, str]) -> list[str]:
+    """Returns what a person is told of variables that do not arrive as the words or the program expect, a line each.
+
+    Args:
+        config: of the run.
+        cwd: the folder of its code: the one that it is submitted from, or the copy of it.
+        env: the environment of the submitting shell.
+    """
+    return [*unexpanded_notes(config, cwd=cwd), *unexported_notes(config, cwd=cwd, env=env)]
+
+
 def unexported_variables(
     config: RunConfig, *, cwd: Path, env: Mapping[str, str], paths: Sequence[str] | None = None
 ) -> dict[str, str]:

@@ -34,6 +34,7 @@ from slurm_train.launch.job_python import require_lasting_python
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.rank_command import RankCommand
 from slurm_train.launch.shell_choices import take_shell_choices
+from slurm_train.launch.shell_variables import variable_notes
 from slurm_train.launch.snapshot import MOST_CHANGES_SHOWN, Source, without_written_files
 from slurm_train.launch.write import write_run
 from slurm_train.rundir.jobs import clear_dead, jobs_elsewhere, named, read_job, record_job
@@ -174,6 +175,7 @@ class Start:
         run = plan.run
         is_submitted = plan.config.cluster is not None
         require_lasting_python(plan.config)
+        self.say_variables(plan.config, Path(plan.directory) if isinstance(source, Source) else (source or run).code)
         ranks = RankCommand(plan.config, run, plan.directory)
         script = render_script(plan) if is_submitted else ""
         # This refuses an impossible container before anything is written.
@@ -217,6 +219,16 @@ class Start:
         if names:
             self.say(f"renamed in {run.code}, since new code takes their place: {shorten(names, MOST_CHANGES_SHOWN)}")
 
+    def say_variables(self, config: RunConfig, code: Path) -> None:
+        """Prints which variables do not arrive as the words or the program expect.
+
+        Args:
+            config: of the run.
+            code: the folder of its code.
+        """
+        for line in variable_notes(config, cwd=code, env=self.env):
+            self.say(line)
+
     def resubmit(self, run: RunDirectory) -> str:
         """Submits a run's script again as it is on disk, and returns the job id.
 
@@ -230,6 +242,7 @@ class Start:
                 raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
             script = read_text(run.submit_script)
             config = load_config(run.config)
+            self.say_variables(config, run.code)
             self.say_remarks(require_acceptable(script, self.commands))
             _, remarks = take_shell_choices(config, None, self.env)
             for remark in remarks:

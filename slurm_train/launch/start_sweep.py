@@ -102,6 +102,7 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
     sweep = plan.sweep
     commands = start.commands
     dependency = start.dependency(plan.plans[0].config, sweep.root)
+    start.say_variables(plan.plans[0].config, Path(plan.plans[0].directory))
     scripts: dict[RunDirectory, str] = {}
     if plan.uses_cluster:
         require_slurm(commands, start.env)
@@ -230,6 +231,7 @@ def prepare_resumed_sweep(
                 hint="type the words of the sweep again: they submit what is missing",
             )
         config = load_config(todo[0].run.config)
+        start.say_variables(config, code_from or todo[0].run.code)
         source = None
         if code_from is not None:
             source = read_source(todo[0].run, config, code_from, env=start.env)
