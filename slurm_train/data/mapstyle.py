@@ -78,6 +78,7 @@ class MapStyleSource:
         self._reader = _Reader(dataset, collate or pad_or_stack, seed=seed)
         self._num_workers = num_workers
         self._seed = seed
+        self._has_own_collate = collate is not None
         # A tensor data set draws nothing at random and can gather a whole batch at once.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
 
@@ -119,7 +120,7 @@ class MapStyleSource:
             indices: numbers of samples to try it with.
         """
         return (
-            self._tensors is None
+            self._has_own_collate
             and self._seed is not None
             and self._reader.collates_at_random(self._keys(Draw(indices, indices)))
         )

@@ -12,7 +12,7 @@ the same number of passes, some of them with a batch that does not count, and th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,8 +82,6 @@ class Evaluator:
                 stack.enter_context(context)
             SharedBuffers(self.objective.model).take_first_ranks()
             self.objective.eval()
-            if self._draws is None:
-                self._draws = self._draws_at_random()
             sums = self._sums()
         self.rank.heartbeat.mark("gather")
         counts = sums is None or self.rank.layout.owns_items(self.rank.place.rank)
@@ -98,12 +96,11 @@ class Evaluator:
         is_whole = self.rank.layout.is_replicated
         stop = self.rank.stop
         totals: dict[str, Tensor] = {}
-        num_batches = self._num_batches()
         start_s = self.rank.clock()
-        for num_done, (first, batch, counts) in enumerate(self._batches()):
+        for num_done, (first, batch, counts) in enumerate(self._all_batches()):
             self.rank.heartbeat.mark("evaluate")
             if self.display is not None:
-                self.display.show_evaluation(num_done, num_batches, elapsed_s=self.rank.clock() - start_s)
+                self.display.show_evaluation(num_done, self._num_batches(), elapsed_s=self.rank.clock() - start_s)
             is_stopping = bool(stop.requested) if is_whole else _is_any_requested(stop)
             if is_stopping:
                 return None
@@ -118,20 +115,32 @@ class Evaluator:
                 totals[name] = totals[name] + value.double() if name in totals else value.double()
         return _as_numbers(totals)
 
-    @torch.no_grad()
-    def _draws_at_random(self) -> bool:
-        """Returns whether the model or the collate function draws random numbers for the first samples. Collective."""
-        numbers = np.arange(min(self.rank.plan.local_size, self._num_samples()), dtype=np.int64)
-        if not len(numbers):
-            return False
+    def _all_batches(self) -> Iterator[tuple[int, Any, bool]]:
+        """Yields what `_batches` does; the first evaluation finds out whether they have to be blocks. Collective."""
+        batches = self._batches()
+        if self._draws is None:
+            self.rank.heartbeat.mark("evaluate")
+            first = next(batches, None)
+            self._draws = any(gather(first is not None and self._draws_at_random(first[1])))
+            if self._draws:
+                # Read anew, in blocks.
+                batches.close()
+                batches = self._batches()
+            elif first is not None:
+                yield first
+        yield from batches
+
+    def _draws_at_random(self, batch: Any) -> bool:
+        """Returns whether the collate function draws random numbers, or the model does for a batch, by trying it."""
+        numbers = np.arange(min(2, len(self.source)), dtype=np.int64)
         collates_at_random = getattr(self.source, "collates_at_random", None)
-        draws = collates_at_random is not None and collates_at_random(numbers)
-        batch = self._on_device(self.source.batch(numbers))
+        batch = self._on_device(batch)
         self._seed(0)
         before = (stream_positions(), positions_of(self._own))
         with in_precision(self.rank.device, self.rank.forward_autocast):
             self._sums_of(batch)
-        return any(gather(draws or (stream_positions(), positions_of(self._own)) != before))
+        is_moved = (stream_positions(), positions_of(self._own)) != before
+        return is_moved or (collates_at_random is not None and collates_at_random(numbers))
 
     def _seed(self, first: int) -> None:
         """Seeds all random generators for the batch that begins with this sample.
@@ -201,7 +210,7 @@ class Evaluator:
             outputs = self.pipeline.forward(inputs)
         return {} if outputs is None else self.objective.sums_of(outputs, targets)
 
-    def _batches(self) -> Iterator[tuple[int, Any, bool]]:
+    def _batches(self) -> Generator[tuple[int, Any, bool], None, None]:
         """Yields for each of this rank's batches the number of its first sample, the batch, and whether it counts.
 
         With parts of a model all ranks have as many: the last ones are the first sample again, which does not count.

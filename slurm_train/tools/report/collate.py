@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slurm_train.errors import ConfigError
-from slurm_train.metrics import largest_is_best, read_series
+from slurm_train.metrics import direction_of, largest_is_best, read_series
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import goodput, held_s
@@ -38,7 +38,10 @@ def best_line(rows: Sequence[Cells], given: Sequence[Mapping[str, str]], *, obje
     value, number = choose(valued, key=lambda pair: pair[0])
     row = rows[number]
     words = " ".join(f"{name}={setting}" for name, setting in given[number].items())
-    return f"best {metric}: {value:.5g} at step {row[f'{key}{STEP}']} of run {row['index']}, {row['run']}: {words}"
+    # Nobody may take the worst run for the best because of a name that says neither.
+    unclear = "" if direction_of(metric) else "; the least counts as the best, which its name does not say"
+    best = f"best {metric}: {value:.5g} at step {row[f'{key}{STEP}']} of run {row['index']}, {row['run']}: {words}"
+    return best + unclear
 
 
 def choose_metric(rows: Sequence[Mapping[str, Any]], *, asked: str | None, configured: str | None) -> str:

@@ -42,7 +42,13 @@ def test_the_best_run_is_that_of_the_metric_that_the_sweep_is_judged_by(objectiv
     given = [{"seed": "1"}, {"seed": "2"}, {"seed": "3"}]
     line = best_line(table, given, objective=objective)
     assert line.startswith(f"{best}, gpt/")
-    assert best_line([], [], objective=objective) == ""
+    assert best_line([], [], objective=objective) == "" and "the least counts" not in line
+
+
+def test_a_measure_whose_name_does_not_say_what_is_better_is_named() -> None:
+    table = [{"index": n, "run": f"gpt/{n}", "best_eval_pck": 0.5 + n, "best_eval_pck_step": 10} for n in range(2)]
+    line = best_line(table, [{}, {}], objective="eval_pck")
+    assert line.startswith("best eval_pck: 0.5 at step 10 of run 0") and "the least counts as the best" in line
 
 
 def test_the_value_of_one_batch_takes_no_column_of_another(tmp_path: Path) -> None:
