@@ -47,6 +47,7 @@ from slurm_train.rundir.sweep import (
 )
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.flags import flag_word
+from slurm_train.trust import read_text
 
 _DEFAULT_MAX_ARRAY_SIZE = 1001
 _DEPENDENCY = re.compile("#SBATCH --dependency=(.*)")
@@ -337,6 +338,7 @@ def submit_arrays(
         array.logs.mkdir(mode=0o700, parents=True)
         write_atomic(array.runs, "".join(f"{run.path}\n" for run in plan.runs))
         write_atomic(array.script, script, mode=0o700)
+        write_atomic(array.cluster, f"{cluster}\n")
         dependencies = [] if not depends else [depends]
         if plan.predecessor is not None:
             dependencies.append(f"afterany:{ids[plan.predecessor]}")
@@ -395,7 +397,7 @@ def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str
     """Searches Slurm for arrays whose ids were never recorded, records the ids and returns them.
 
     An array that Slurm does not know was not submitted, or has ended; its files are removed, unless Slurm may have it
-    under another script: a wrapper may have submitted a copy.
+    under another script (a wrapper may have submitted a copy), or another cluster may have it.
 
     Raises:
         ClusterError: Slurm does not answer.
@@ -409,6 +411,11 @@ def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str
         if ids:
             _record(sweep, array, str(max(ids)), cluster=commands.cluster)
             found_ids.append(str(max(ids)))
-        elif not array.unread.exists():
+        elif not array.unread.exists() and _cluster_of(array) in ("", commands.cluster):
             remove_tree(array.path)
     return found_ids
+
+
+def _cluster_of(array: ArrayDirectory) -> str:
+    """Returns the cluster to which an array was submitted, "" where that is not known."""
+    return read_text(array.cluster).strip() if array.cluster.exists() else ""

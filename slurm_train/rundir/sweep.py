@@ -59,6 +59,8 @@ class ArrayDirectory:
     """One run directory per line, in the order of the elements; an element may have several (`pack_of`)."""
     job = Below("job.json")
     """The array's job id; missing while, or if, sbatch did not give one."""
+    cluster = Below("cluster.txt")
+    """The name of the cluster to which it was submitted, written before it is."""
     unread = Below("unread_answer.txt")
     """What sbatch said, where it is not known whether Slurm has the array."""
     logs = Below("logs")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 from slurm_train.checkpoint.collect import collect_checkpoints
+from slurm_train.launch.arrays import find_lost_arrays
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.jobs import ask_to_stop, read_job, record_job
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.pins import pin_save
-from slurm_train.rundir.sweep import read_table
+from slurm_train.rundir.sweep import existing_arrays, read_table
+from slurm_train.slurm.commands import SlurmCommands
 from tests.cli.conftest import Shell
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.support.small_checkpoints import make_checkpoint, steps_in
@@ -90,6 +93,31 @@ def test_of_a_sweep_the_runs_of_another_cluster_are_left_out(shell: Shell) -> No
     done = shell.types(f"cancel {sweep.sweep_id}")
     assert done.code == 0 and "cancelled 1 runs" in done.out + done.err
     assert "not cancelled: job 12 of cluster other" in done.out + done.err
+
+
+def test_of_a_sweep_that_is_resumed_the_runs_of_another_cluster_are_left_out(shell: Shell) -> None:
+    sweep = shell.submits_sweep("-m +cluster=1x1 seed=1,2")
+    run, here = (element.run for element in read_table(sweep))
+    record_job(run, "12", cluster="other")
+    shell.slurm.next_job(4800)
+    assert shell.types(f"resume {sweep.sweep_id}").code == 0
+    assert [read_job(one).job_id.partition("_")[0] for one in (run, here)] == ["12", "4800"]  # type: ignore[union-attr]
+    shell.slurm.queue(read_job(here).job_id, "RUNNING")  # type: ignore[union-attr]
+    shell.refuses("is to be continued", f"resume {sweep.sweep_id}")
+
+
+@pytest.mark.parametrize("cluster", ["cluster", "other"])
+def test_an_array_whose_id_was_not_recorded_is_removed_where_its_own_cluster_does_not_have_it(
+    cluster: str, shell: Shell
+) -> None:
+    sweep = shell.submits_sweep("-m +cluster=1x1 seed=1,2")
+    (array,) = existing_arrays(sweep)
+    assert array.cluster.read_text() == "cluster\n"
+    # The submitter was killed before it had recorded what sbatch said.
+    array.job.unlink()
+    array.cluster.write_text(f"{cluster}\n")
+    find_lost_arrays(sweep, SlurmCommands(os.environ))
+    assert array.runs.exists() == (cluster == "other")
 
 
 @pytest.mark.parametrize(("cluster", "kept"), [("here", [30]), ("", [30]), ("other", [30, 10])])
