@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
 def _check_site(*, as_json: bool) -> int:
     """Prints what this site does to a run; returns 1 where something would keep a run from working."""
     view = _view_site(SlurmCommands(os.environ, timeout_s=20.0))
-    findings = find_site_facts(replace(view, mount=_mount_here()))
+    findings = find_site_facts(replace(view, mount=_mount_here(), lacks=_lacking_here()))
     table: dict[str, str] = {}
     sentences: list[str] = []
     if view.settings:
@@ -110,6 +110,20 @@ def _mount_here() -> Mount | None:
         mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
         return mount_of(Path.cwd().resolve(), mountinfo)
     return None
+
+
+def _lacking_here() -> str:
+    """Returns which call the file system of this folder lacks that a run needs; "" where it may not be written to."""
+    from slurm_train.rundir.trial import require_calls
+
+    with contextlib.suppress(OSError):
+        folder = Path.cwd()
+        if os.access(folder, os.W_OK | os.X_OK):
+            try:
+                require_calls(folder, symlinks=True)
+            except RunError as err:
+                return err.message
+    return ""
 
 
 def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bool) -> int:

@@ -52,6 +52,8 @@ class SiteView:
     """With which words a submit filter refuses a plain job that asks for --requeue, "" where it does not."""
     mount: Mount | None = None
     """The file system of the folder that runs are submitted from."""
+    lacks: str = ""
+    """Which call that file system lacks that a run needs, in a sentence; "" for none, or where it is not known."""
 
     @property
     def settings(self) -> Mapping[str, str]:
@@ -105,6 +107,7 @@ HINTS = {
     "NO_ACCOUNTING": "nothing: `status` reads the run's own files; how a job was preempted may stay unknown",
     "ARRAY_SIZE": "nothing: larger sweeps are several arrays, and without arrays runs are submitted one by one",
     "NFS_SOFT": "ask for `hard`, or name another file system with run.root=DIR",
+    "FS_CALLS": "name a place on another file system with run.root=DIR, as long as you submit from there",
     "NFS_NOCTO": "ask for a mount without `nocto`, or name another file system with run.root=DIR",
     "NFS_NOLOCK": "start a run from one machine at a time, where several people or nodes may do so at once",
     "NFS_CACHE": "ask for acregmax and acdirmax of 60 at most",
@@ -261,7 +264,9 @@ def _names(view: SiteView) -> Iterator[Finding]:
 
 
 def _file_system(view: SiteView) -> Iterator[Finding]:
-    """Options of an NFS mount that take away what the files of a run rely on."""
+    """Calls that a run needs, and options of an NFS mount that take away what the files of a run rely on."""
+    if view.lacks:
+        yield warning("FS_CALLS", "", view.lacks)
     mount = view.mount
     if mount is None or mount.kind not in ("nfs", "nfs4"):
         return

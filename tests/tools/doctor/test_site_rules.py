@@ -152,3 +152,10 @@ def test_risky_options_of_nfs_are_named(path: str, kind: str, expected: dict[str
     mount = mount_of(PurePath(path), _MOUNTS)
     assert mount is not None and mount.kind == kind
     assert codes(SiteView(mount=mount)) == expected
+
+
+def test_a_call_that_the_file_system_lacks_is_named() -> None:
+    sentence = "/work cannot hold runs: its file system makes no hard links, and a lock is one: Operation not permitted"
+    found = [finding for finding in find_site_facts(SiteView(lacks=sentence)) if finding.code == "FS_CALLS"]
+    assert [(finding.level, finding.seen) for finding in found] == [("warning", sentence)]
+    assert "FS_CALLS" not in {finding.code for finding in find_site_facts(SiteView())}
