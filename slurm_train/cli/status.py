@@ -297,10 +297,11 @@ def _follower_lines(run: RunDirectory, env: Mapping[str, str]) -> list[str]:
     summaries = summaries_of(run)
     subjects = [Element(run=summary.follower) for summary in summaries]
     statuses = look_once(subjects, env) if subjects else []
-    return [
-        f"follower {summary.follower.run_id}: {status.state.label}, {summary.words}"
-        for summary, status in zip(summaries, statuses, strict=True)
-    ]
+    lines = []
+    for evaluator, status in zip(summaries, statuses, strict=True):
+        where = f" (job {status.job_id} of cluster {status.other_cluster})" if status.other_cluster else ""
+        lines.append(f"follower {evaluator.follower.run_id}: {status.state.label}{where}, {evaluator.words}")
+    return lines
 
 
 def _attempt_lines(run: RunDirectory) -> list[str]:

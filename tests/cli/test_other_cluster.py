@@ -134,3 +134,6 @@ def test_what_an_evaluation_of_another_cluster_needs_stays(shell: Shell, cluster
     commands.config["ClusterName"] = "here"
     collect_checkpoints(run, commands, keep=1)  # type: ignore[arg-type]  # the fake
     assert steps_in(run.checkpoints) == kept
+    evaluation.scores.touch()
+    said = shell.types(f"status {run.run_id}")
+    assert ("follower 7d434a1ed8a2: unknown (job 12 of cluster other)" in said.out + said.err) == (cluster == "other")
