@@ -33,6 +33,7 @@ from slurm_train.config.schema import (
     OptimSection,
     RunConfig,
     RunSection,
+    Share,
     all_keys,
     build_config,
     flat,
@@ -103,7 +104,7 @@ def other_than(value: Any, kind: Any) -> Any:
         return not value if kind is bool else "other"
     if get_origin(kind) in (list, dict):
         return [other_than(None, options[0])] if get_origin(kind) is list else {"A": other_than(None, options[1])}
-    return 7
+    return 0.7 if kind is Share else 7
 
 
 def variant(key: str) -> dict[str, Any]:
@@ -248,7 +249,7 @@ def test_a_removed_value_is_dropped_where_it_does_not_change_what_is_trained(tmp
 @pytest.mark.parametrize(("key", "value"), REMOVED_VALUES)
 def test_a_removed_value_that_is_typed_is_refused_with_what_to_do_instead(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(key)) as err:
-        compose(read_words([f"{key}={value}"]))
+        compose(read_words([f"{key}={value}", "+cluster=1x1"]))
     assert err.value.hint == REMOVED_VALUES[key, value]
 
 
