@@ -427,7 +427,7 @@ class Padding:
     tokens: int = 0
     """Fills token ids: the model's padding id."""
     adds_mask: bool = False
-    """Token ids without an `attention_mask` get one: the model takes it, and would count the padding otherwise."""
+    """Token ids and audio without an `attention_mask` get one: the model would count the padding otherwise."""
     has_own_loss: bool = True
     """The model has a `training_loss`, which gets -100 for all targets; other losses would count floats of -100."""
 
@@ -540,15 +540,16 @@ def pad(
                     "data.collate",
                 )
         batch[name] = _filled_up(column, value=value)
-    if padding.adds_mask and _TOKENS[0] in tensors and _MASK not in tensors:
-        tokens = tensors[_TOKENS[0]]
-        # Without it where nothing was filled up: models compute faster so, and the same.
-        if _differ_in_length(tokens):
-            batch[_MASK] = pad_sequence([torch.ones_like(row, dtype=torch.int64) for row in tokens], batch_first=True)
+    inputs = next((tensors[name] for name in _MASKED if name in tensors), None)
+    # No mask where nothing was filled up: models compute faster so, and the same.
+    if padding.adds_mask and _MASK not in tensors and inputs is not None and _differ_in_length(inputs):
+        batch[_MASK] = pad_sequence([torch.ones_like(row, dtype=torch.int64) for row in inputs], batch_first=True)
     return batch
 
 
 _TOKENS = ("input_ids", "decoder_input_ids")
+_MASKED = ("input_ids", "input_values")
+"""Inputs whose padding an `attention_mask` tells: texts and audio."""
 _LABELS = "labels"
 _MASK = "attention_mask"
 

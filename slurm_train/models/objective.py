@@ -438,7 +438,7 @@ class Objective(nn.Module):
         setting = next((name for name in _REDUCTIONS if getattr(config, name, None) == "sum"), None)
         hint = "let the model give the mean over the items that count"
         if setting is not None:
-            hint = f"set model.{setting}=mean, or {setting}='mean' where you make the configuration"
+            hint = f"give its configuration {setting}='mean' (from_pretrained takes it: model.{setting}=mean)"
         raise ConfigError(
             f"the loss that {self.own_loss.name} computes is a sum over the samples: {once:.6f} for a sample and "
             f"{twice:.6f} for the same sample twice; a step's loss would depend on the number of ranks and "

@@ -54,6 +54,8 @@ class OwnLoss:
     """The token id that the model takes for padding, 0 where it names none."""
     ignored_in_images: int
     """The label that does not count in labels of images."""
+    is_of_samples: bool
+    """The mean is over samples, each with as many labels as it may have, as that of CTC is."""
 
     def words(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the keywords that a model is called with for a batch.
@@ -67,13 +69,15 @@ class OwnLoss:
             return words
         if labels.is_floating_point():
             return {**words, LABELS: labels}
+        if self.is_of_samples:
+            return {**words, LABELS: labels}
         counted = self._counted(labels)
         words[LABELS] = torch.where(counted.any(), labels, torch.zeros_like(labels))
         return {**words, _COUNT: counted.sum().clamp(min=1)} if self.takes_count else words
 
     def count(self, labels: Tensor | None, *, size: int) -> Tensor:
         """Returns how many items a mean is over (a scalar tensor): whole-number labels that count, else samples."""
-        if labels is None or labels.is_floating_point():
+        if labels is None or labels.is_floating_point() or self.is_of_samples:
             return torch.full((), size, device=None if labels is None else labels.device)
         return self._counted(labels).sum()
 
@@ -116,10 +120,11 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
         shifts=_shifts(model, library),
         router_scale=_router_scale(owner, config),
         context=None if library is None else _table_of_positions(library),
-        needs_mask=takes_mask and not _sees_no_later_token(library, router_scale=_router_scale(owner, config)),
+        needs_mask=takes_mask and not _ignores_padding(library, config, router_scale=_router_scale(owner, config)),
         num_scores=None if library is None else _num_scores(library, config),
         padding_id=_padding_id(config),
         ignored_in_images=ignored if isinstance(ignored, int) else IGNORED,
+        is_of_samples=library is not None and type(library).__name__.endswith("ForCTC"),
     )
 
 
@@ -180,19 +185,22 @@ def _accepts_count(library: nn.Module) -> bool:
     return any(word.kind is inspect.Parameter.VAR_KEYWORD for word in words)
 
 
-def _sees_no_later_token(library: nn.Module | None, *, router_scale: float) -> bool:
-    """Returns whether a model of transformers is a language model in which what pads the end of a text has no effect.
+def _ignores_padding(library: nn.Module | None, config: Any, *, router_scale: float) -> bool:
+    """Returns whether a model of transformers wants no mask for what pads the end of a sample.
 
-    Not one with a loss of routers, which are balanced over all tokens, nor one that was made to fill masks, as BERT,
-    which looks ahead unless it is configured as a decoder.
+    In a causal language model padding at the end has no effect; but routers are balanced over all tokens, and a model
+    that was made to fill masks, as BERT, looks ahead unless it is configured as a decoder. Audio models whose first
+    layer normalises over all frames were trained without a mask.
     """
-    if library is None or router_scale:
+    if library is None:
         return False
+    if getattr(config, "feat_extract_norm", None) == "group":
+        return True
     names: Any = importlib.import_module("transformers.models.auto.modeling_auto")
-    config: Any = getattr(library, "config", None)
+    is_causal = type(library).__name__ in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     fills_masks = getattr(config, "model_type", None) in names.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    is_decoder = not fills_masks or bool(getattr(config, "is_decoder", False))
-    return is_decoder and type(library).__name__ in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    looks_ahead = fills_masks and not getattr(config, "is_decoder", False)
+    return is_causal and not looks_ahead and not router_scale
 
 
 def _num_scores(library: nn.Module, config: Any) -> int | None:

@@ -220,7 +220,7 @@ def test_speech_models_of_the_library_whose_loss_is_a_sum_are_refused_with_their
     audio = {"input_values": torch.randn(2, 800), "labels": torch.randint(1, 12, (2, 5))}
     with pytest.raises(ConfigError, match="Wav2Vec2ForCTC computes is a sum") as caught:
         Objective(speech("Wav2Vec2ForCTC")).compare(audio, is_precise=True)
-    assert "ctc_loss_reduction=mean" in caught.value.hint
+    assert "ctc_loss_reduction='mean'" in caught.value.hint
     Objective(speech("Wav2Vec2ForCTC", ctc_loss_reduction="mean")).compare(audio, is_precise=True)
     model = speech("Wav2Vec2ForPreTraining")
     frames = int(model._get_feat_extract_output_lengths(800))
@@ -230,6 +230,23 @@ def test_speech_models_of_the_library_whose_loss_is_a_sum_are_refused_with_their
     given = {"input_values": audio["input_values"], "mask_time_indices": masked, "sampled_negative_indices": negatives}
     with pytest.raises(ConfigError, match="Wav2Vec2ForPreTraining computes is a sum"):
         Objective(model).compare(given, is_precise=True)
+
+
+@pytest.mark.full
+@NEEDS_TRANSFORMERS
+@torch.no_grad()
+def test_the_mean_of_a_speech_model_counts_samples_and_its_padding_counts_nothing() -> None:
+    torch.manual_seed(0)
+    model = speech("Wav2Vec2ForCTC", ctc_loss_reduction="mean", feat_extract_norm="layer").eval()
+    lengths = [(800, 9), (700, 2), (600, 4), (790, 1)]
+    samples = [{"input_values": torch.randn(audio), "labels": torch.randint(1, 12, (text,))} for audio, text in lengths]
+    losses = [model(**{name: part[None] for name, part in sample.items()}).loss.item() for sample in samples]
+    padding = padding_for(model)
+    for cut_at in ([4], [2, 4], [1, 2, 3, 4], [3, 4]):
+        parts = [samples[start:stop] for start, stop in zip([0, *cut_at], cut_at, strict=False)]
+        loss = mean_of(Objective(model), [pad(part, padding=padding) for part in parts])
+        assert loss == pytest.approx(sum(losses) / 4, rel=1e-5), cut_at
+    assert not padding_for(speech("Wav2Vec2ForCTC")).adds_mask
 
 
 def speech(kind: str, **words: Any) -> Any:
