@@ -113,6 +113,12 @@ GUARANTEES: dict[str, str] = {
     ),
     "each sample appears exactly once in an epoch": "tests/data/test_order.py::test_every_sample_appears_exactly_once",
     "the order of samples is the same for ever": "tests/data/test_order.py::test_order_is_the_same_for_ever",
+    "a step that is skipped leaves no trace in buffers": (
+        "tests/train/test_step.py::test_a_step_that_is_not_applied_leaves_the_buffers_as_they_were"
+    ),
+    "the same weights have the same evaluation at each step and on any number of ranks": (
+        "tests/train/test_evaluate.py::test_noise_of_a_model_depends_on_the_samples_alone"
+    ),
     # Programs of people.
     "a program's training goes on bit for bit": "tests/session/test_training.py::test_everything_goes_on_bit_for_bit",
     "a program on shards that is stopped by Ctrl-C has the losses of an undisturbed one": (
