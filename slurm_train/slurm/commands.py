@@ -31,6 +31,8 @@ from slurm_train.slurm.refusals import TestVerdict
 
 # sbatch gives up on an absent controller after 18 s (22.05); a busy one may take longer to answer.
 DEFAULT_TIMEOUT_S = 60.0
+# The database answers in a fraction of a second; where slurmdbd hangs, sacctmgr itself waits for 55 s (22.05).
+_ACCOUNTING_TIMEOUT_S = 15.0
 _KILLED_WITHIN_S = 1.0
 # What the commands print when the controller does not answer; an answer that was lost may have been acted upon.
 _UNREACHABLE = (
@@ -530,7 +532,8 @@ class SlurmCommands:
     def _call(self, argv: list[str]) -> Finished:
         # Seconds since 1970, see `records.unix_s`; the verdict of `sbatch --test-only` is shown to people.
         env = self._env if argv[0] == "sbatch" else {**self._env, "SLURM_TIME_FORMAT": "%s"}
-        return self._runner(argv, env=env, timeout_s=self._timeout_s)
+        timeout_s = min(self._timeout_s, _ACCOUNTING_TIMEOUT_S) if argv[0] == "sacctmgr" else self._timeout_s
+        return self._runner(argv, env=env, timeout_s=timeout_s)
 
 
 def _checked_ids(job_ids: Iterable[str]) -> list[str]:

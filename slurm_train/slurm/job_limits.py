@@ -141,7 +141,7 @@ def limits_unknown(facts: SiteFacts) -> str:
     problem = next((problem for problem in facts.problems if problem.startswith(subjects)), "")
     subject, _, words = problem.partition(": ")
     # What the command was is of no use here.
-    answer = re.sub(r"^`.*` ended with exit code \d+: ", "", words, flags=re.DOTALL)
+    answer = re.sub(r"^`[^`]*` (?:ended with exit code \d+: )?", "", words)
     return f"{subject}: {answer}" if problem else ""
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.allocation import NodeListError, parse_nodelist
-from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.commands import ControllerAway, SlurmCommands
 from slurm_train.slurm.policy import (
     LINEAGE_SINCE,
     Association,
@@ -71,12 +71,15 @@ def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
         ClusterError: sinfo does not answer, so that nothing is known.
     """
     problems: list[str] = []
+    away: set[str] = set()
 
     def ask(subject: str, question: Callable[[], T]) -> T | None:
         try:
             return question()
         except ClusterError as err:
             problems.append(f"{subject}: {err.message}")
+            if isinstance(err, ControllerAway):
+                away.add(subject)
             return None
 
     settings = ask("settings", commands.show_config) or {}
@@ -85,12 +88,17 @@ def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
     associations = ask("accounts", lambda: commands.associations(user)) or []
     # The database writes names in lower case, scontrol as they were configured.
     cluster = settings.get("ClusterName", "").lower()
-    names_accounts = any(_names_accounts(record) for record in records) and is_since(settings, LINEAGE_SINCE)
+    qos: list[Qos] = []
     parents: dict[str, str] = {}
-    if names_accounts:
-        # Many sites show users their own accounts alone.
-        with contextlib.suppress(ClusterError):
-            parents = commands.account_parents(cluster)
+    if "accounts" in away:
+        # A database that does not answer keeps each question waiting.
+        problems.append("QOS: not asked, since accounting does not answer")
+    else:
+        qos = ask("QOS", commands.all_qos) or []
+        if any(_names_accounts(record) for record in records) and is_since(settings, LINEAGE_SINCE):
+            # Many sites show users their own accounts alone.
+            with contextlib.suppress(ClusterError):
+                parents = commands.account_parents(cluster)
     of_this_cluster = [association for association in associations if association.cluster.lower() == cluster]
     return SiteFacts(
         settings=settings,
@@ -98,7 +106,7 @@ def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
         records=records,
         associations=of_this_cluster or associations,
         parents=parents,
-        qos=ask("QOS", commands.all_qos) or [],
+        qos=qos,
         problems=problems,
     )
 

@@ -157,6 +157,8 @@ def test_limits_that_slurm_does_not_enforce_stop_no_job(setting: str) -> None:
 def test_what_is_not_shown_is_not_unlimited() -> None:
     hidden = replace(FACTS, qos=[], problems=["QOS: `sacctmgr show qos` ended with exit code 1: Connection refused"])
     assert limits_unknown(hidden) == "QOS: Connection refused"
+    slow = replace(FACTS, qos=[], problems=["accounts: `sacctmgr show user` did not answer in 15 s"])
+    assert limits_unknown(slow) == "accounts: did not answer in 15 s"
     assert limits_unknown(FACTS) == ""
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import Association, Qos
-from slurm_train.slurm.site import SiteFacts, default_qos, preemption_in
+from slurm_train.slurm.site import SiteFacts, default_qos, gather_facts, preemption_in
+from tests.fakes.slurm_programs import SlurmPrograms
 from tests.tools.site.sites import facts_of
 
 
@@ -23,6 +27,14 @@ from tests.tools.site.sites import facts_of
 def test_who_gives_way_and_how(site: str, qos: str, partition: str, outcome: str, grace_s: float | None) -> None:
     found = preemption_in(facts_of(site), qos, partition)
     assert (found.outcome, found.grace_s) == (outcome, grace_s)
+
+
+def test_a_database_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
+    programs = SlurmPrograms(tmp_path / "bin")
+    programs.wrap("sacctmgr", f"echo asked >> {tmp_path}/asked; echo 'Connection refused' >&2; exit 1")
+    facts = gather_facts(SlurmCommands({"PATH": programs.path}), user="me")
+    assert (tmp_path / "asked").read_text() == "asked\n"
+    assert [problem.split(":")[0] for problem in facts.problems if "partitions" not in problem] == ["accounts", "QOS"]
 
 
 def association(default_qos: str = "", *qos: str, partition: str = "", account: str = "lab") -> Association:
