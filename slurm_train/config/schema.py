@@ -538,7 +538,8 @@ class ClusterSection:
     """Variables exported in the job, e.g. {NCCL_DEBUG: INFO}."""
     export: list[str] = field(default_factory=list)
     """Further variables of the submitting shell to export into the job, by name or pattern, e.g. ["WANDB_API_KEY",
-    "MY_*"]. PATH, HOME, proxies and settings of known libraries are always exported; a secret only by its full name."""
+    "MY_*"]; "*" is all but secrets. PATH, HOME, proxies and settings of known libraries are always exported; a secret
+    only by its full name."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before the ranks start, e.g. ["module load cuda/12.4"]."""
     python: str | None = None
