@@ -377,6 +377,13 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
     yield script == [], "script=[] names no file", "write script=[train.py,--flag]"
     has_nul = any("\0" in word for word in script or ())
     yield has_nul, f"script={script!r} has a NUL, which no command line can hold", "remove it"
+    yield (
+        config.cluster is not None
+        and config.cluster.gpu_flag != "none"
+        and config.cluster.env.get("CUDA_VISIBLE_DEVICES") is not None,
+        "cluster.env.CUDA_VISIBLE_DEVICES would do nothing: Slurm sets it for each step of a job with GPUs",
+        "ask for as many GPUs as are meant: cluster.gpus_per_node=N; where Slurm knows no GPUs, cluster.gpu_flag=none",
+    )
     for pattern in config.cluster.export if config.cluster is not None else ():
         name, equals, _ = pattern.partition("=")
         yield (

@@ -24,6 +24,7 @@ from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import shorten
 from slurm_train.launch.program_source import SourceFile, read_program, shell_commands
+from slurm_train.slurm.devices import VISIBLE
 from slurm_train.slurm.job_variables import exported, is_job_variable
 
 _MOST_FILES = 300
@@ -81,6 +82,7 @@ def unexported_variables(
         if name.isidentifier()
         and name not in travels
         and name not in cluster.env
+        and name not in VISIBLE
         and not is_job_variable(name)
         and not _OF_ONE_SHELL.fullmatch(name)
         and not any(re.search(rf"\b{name}\b", line) for line in cluster.setup)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from slurm_train.config.secrets import is_secret_name, is_secret_value
 from slurm_train.slurm.allocation import parse_nodelist
+from slurm_train.slurm.devices import VISIBLE
 
 TOKEN = "SLURM_JWT"
 """The variable by which a user proves to Slurm who asks, without munge."""
@@ -196,7 +197,8 @@ def exported(env: Mapping[str, str], patterns: Iterable[str] = ()) -> set[str]:
 
     Args:
         env: environment of the submitting shell.
-        patterns: further names, or patterns as in a shell ("MY_*"); a secret is matched by its full name only.
+        patterns: further names, or patterns as in a shell ("MY_*"); secrets, and names of GPUs, are matched by their
+            full names only.
     """
     requested = set(patterns)
 
@@ -205,7 +207,8 @@ def exported(env: Mapping[str, str], patterns: Iterable[str] = ()) -> set[str]:
             return False
         if name in requested:
             return True
-        if is_secret_name(name) or is_secret_value(env[name]):
+        # Names of GPUs are those of this machine: `CUDA_VISIBLE_DEVICES=` of a login node would take a job's GPUs away.
+        if name in VISIBLE or is_secret_name(name) or is_secret_value(env[name]):
             return False
         is_listed = name in _EXPORTED_NAMES or name.startswith(_EXPORTED_PREFIXES)
         return is_listed or any(fnmatch.fnmatchcase(name, pattern) for pattern in requested)

@@ -26,6 +26,7 @@ SHELL = {
     "DISPLAY": ":0",
     "EDITOR": "vi",
     "HOSTNAME": "login1",
+    "CUDA_VISIBLE_DEVICES": "",
     "SLURM_TMPDIR": "/tmp/7",
     "RANK": "0",
 }
@@ -71,6 +72,8 @@ HEALTHY = [
     'os.environ["PATH"], os.environ.get("WANDB_MODE"), os.environ["RANK"], os.getenv("SLURM_TMPDIR")',
     # Of this terminal and this machine alone.
     'os.environ.get("DISPLAY"), os.environ.get("EDITOR"), os.environ["HOSTNAME"]',
+    # Slurm names a job's GPUs.
+    'os.environ["CUDA_VISIBLE_DEVICES"]',
     # This shell has none: the program's default is meant here, too.
     'os.environ.get("NOT_SET", "1e-3")',
     # It sets it itself.

@@ -127,6 +127,8 @@ SHELL = {
     "SBATCH_REQUEUE": "1",
     "RANK": "0",
     "SLURM_JWT": "eyJ",
+    "CUDA_VISIBLE_DEVICES": "",
+    "ROCR_VISIBLE_DEVICES": "3",
 }
 PLAIN = {"PATH", "HOME", "CUDA_HOME", "BASH_FUNC_module%%", "HF_HOME", "WANDB_MODE", "https_proxy"}
 
@@ -138,6 +140,7 @@ PLAIN = {"PATH", "HOME", "CUDA_HOME", "BASH_FUNC_module%%", "HF_HOME", "WANDB_MO
         (["MY_*"], {"MY_DATA"}),
         (["WANDB_API_KEY"], {"WANDB_API_KEY"}),
         (["*"], {"MY_DATA", "LD_PRELOAD"}),
+        (["CUDA_VISIBLE_DEVICES", "ROCR_*"], {"CUDA_VISIBLE_DEVICES"}),
         (["MLFLOW_TRACKING_URI", "HTTPS_PROXY"], {"MLFLOW_TRACKING_URI", "HTTPS_PROXY"}),
         (["RANK", "SLURM_JOB_ID", "SBATCH_*", "SLURM_JWT"], set()),
     ],
