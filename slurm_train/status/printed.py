@@ -197,13 +197,14 @@ def _only_grows(places: Sequence[Printed]) -> bool:
 
 
 def newest_line(log: str) -> str:
-    """Returns the newest line of a log that has a word or a number, without signs that are for terminals; "" for none.
+    """Returns the newest line of a program's log that has a word or a number, without signs for terminals; "" for none.
 
     Args:
         log: the end of it.
     """
     lines = [line.strip() for line in plain(log).splitlines() if re.search(r"\w", line)]
-    return lines[-1] if lines else ""
+    of_program = [line for line in lines if not line.startswith("slurm_train: ")]
+    return of_program[-1] if of_program else ""
 
 
 def _by_kind(log: str) -> dict[object, list[Printed]]:

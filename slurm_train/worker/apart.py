@@ -3,7 +3,7 @@
 Many programs open one only at a word of theirs, under the variables of another launcher, or in processes that they
 spawn. A thread of rank 0 looks at what the script has imported and at what its main thread does, and leaves a record
 for the supervisor. Time alone proves nothing: imports and data may take long. So a program is spoken of before its end
-only if it has been seen in a backward pass or an optimizer's step again and again, or in `torch.multiprocessing.spawn`.
+only if it has been seen in an optimizer's step again and again, or in `torch.multiprocessing.spawn`.
 Imports no torch.
 """
 
@@ -25,9 +25,12 @@ _OTHER_WAYS = ("horovod", "jax", "mpi4py", "ray", "torchft", "hivemind", "bagua"
 _LOOK_EVERY_S = 0.5
 _TRAINS_FOR_S = 30.0
 """A program may try out its model before it opens a process group."""
-_LEAST_LOOKS = 5
+_LEAST_LOOKS = 3
 _TRAINING = "trains"
-_TRAINS = ("/torch/autograd/", "/torch/optim/")
+_OPTIMIZERS = "/torch/optim/"
+_STEPS = ("step", "wrapper")
+"""The step of an optimizer or schedule, and what torch wraps around that of any optimizer, also of another package.
+Backward passes prove nothing: inference may have gradients (forces), and other functions lie in torch.autograd."""
 _SPAWNS = "/torch/multiprocessing/spawn.py"
 _ONE_RANK = "for one rank, +cluster=1x1, or run.processes=1 on this machine"
 _ADVICE = (
@@ -122,7 +125,7 @@ def _activity(frame: FrameType | None) -> str:
         file = frame.f_code.co_filename
         if file.endswith(_SPAWNS):
             return "has spawned processes"
-        if any(part in file for part in _TRAINS):
+        if _OPTIMIZERS in file and frame.f_code.co_name in _STEPS:
             return _TRAINING
         frame = frame.f_back
     return ""

@@ -56,8 +56,8 @@ def run_script(
     edited = edited_arguments(words, code_dir=code_dir, folder=Path.cwd())
     if edited and place.is_first:
         print(
-            f"slurm_train: {', '.join(edited)} changed since the submission, and the program reads the present file in "
-            f"{Path.cwd()}; to read the run's copy, name it from the folder of the script (`__file__`)",
+            f"slurm_train: {', '.join(edited)} changed since the submission; where the program reads it, it is the "
+            f"present file in {Path.cwd()}; the run's copy is in the folder of the script (`__file__`)",
             file=sys.stderr,
         )
     sys.stdout.flush()

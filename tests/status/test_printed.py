@@ -156,5 +156,5 @@ def test_a_program_that_begins_anew_is_told_from_one_that_goes_on(
         assert tuple(printed.step or printed.words for printed in anew) in (found, ("0/300", found[1]))
 
 
-def test_the_newest_line_is_without_signs_for_terminals() -> None:
-    assert newest_line("a\n\x1b[31mstep 3\x1b[0m\r\x1b[Kstep 4\n----\n") == "step 4"
+def test_the_newest_line_is_the_program_s_without_signs_for_terminals() -> None:
+    assert newest_line("a\n\x1b[31mstep 3\x1b[0m\r\x1b[Kstep 4\n----\nslurm_train: a remark\n") == "step 4"

@@ -376,18 +376,23 @@ def test_ranks_that_do_not_know_of_each_other_are_told(
 
 
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "function", "said"),
     [
-        ("importlib/_bootstrap.py", ""),
-        ("site-packages/datasets/load.py", ""),
-        ("site-packages/torch/utils/data/dataloader.py", ""),
-        ("site-packages/torch/autograd/graph.py", "the program trains, and has not opened torch.distributed"),
-        ("site-packages/torch/optim/adamw.py", "the program trains, and has not opened torch.distributed"),
-        ("site-packages/torch/multiprocessing/spawn.py", "the program has spawned processes, and has not opened"),
+        ("importlib/_bootstrap.py", "step", ""),
+        ("site-packages/datasets/load.py", "wrapper", ""),
+        ("site-packages/torch/utils/data/dataloader.py", "step", ""),
+        ("site-packages/torch/autograd/graph.py", "_engine_run_backward", ""),
+        ("site-packages/torch/optim/adamw.py", "__init__", ""),
+        (
+            "site-packages/torch/optim/optimizer.py",
+            "wrapper",
+            "the program trains, and has not opened torch.distributed",
+        ),
+        ("site-packages/torch/multiprocessing/spawn.py", "join", "the program has spawned processes, and has not"),
     ],
 )
 def test_a_program_is_spoken_of_before_its_end_only_where_it_is_seen_training(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, said: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, function: str, said: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setitem(sys.modules, "torch.distributed", ModuleType("half imported"))
@@ -397,7 +402,8 @@ def test_a_program_is_spoken_of_before_its_end_only_where_it_is_seen_training(
     # The main thread is in code of that path, for half a second where nothing is to be said.
     end_s = time.monotonic() + (60.0 if said else 0.5)
     names = {"more": lambda: time.monotonic() < end_s and read_group(run, 0) is None, "sleep": time.sleep}
-    exec(compile("while more():\n    sleep(0.01)", f"/venv/{file}", "exec"), names)
+    program = f"def {function}():\n    while more():\n        sleep(0.01)\n{function}()"
+    exec(compile(program, f"/venv/{file}", "exec"), names)
     group = read_group(run, 0)
     assert (group.remark if group is not None else "").startswith(said) and bool(group) == bool(said)
     if not said:
