@@ -139,6 +139,11 @@ _ADVICE = (
         "let the program take MASTER_ADDR and MASTER_PORT from its environment, which differ from attempt to attempt",
     ),
     (
+        re.compile("RendezvousConnectionError|RendezvousTimeoutError"),
+        "the nodes have not met under torchrun, which has no preflight: `doctor` with cluster.launcher=srun says which "
+        "node or port is closed",
+    ),
+    (
         re.compile("Bus error"),
         "most often a mapped file has become shorter, its disk has failed, or /dev/shm is full",
     ),

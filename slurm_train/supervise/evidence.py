@@ -144,7 +144,7 @@ class Surroundings:
     placed_mark: str = ""
     """The first mark, with the place where the rank or a process of its loader crashed; "" for none."""
     own_words: str = ""
-    """Why srun ended of itself, from `own_words`; "" where it tells how tasks ended."""
+    """Why srun ended of itself, or how a task ended that is no rank; "" where that is not known."""
     lost_nodes: tuple[str, ...]
     """Nodes that Slurm reports as lost, or that do not answer, of a job that keeps its other nodes."""
     had_oom_kill: bool
@@ -344,8 +344,29 @@ def silent_end(
     )
 
 
-def _words_in_log(run: RunDirectory, attempt: int, rank: int) -> str:
-    line = redact(last_words(read_tail(run.rank_log(attempt, rank), _CRASH_BYTES)))
+def task_end(run: RunDirectory, attempt: int, ends: Sequence[TaskEnd]) -> str:
+    """Returns how the first task of a step ended, with its last words; "" for none.
+
+    For tasks that are no ranks: a launcher of torchrun, which may fail before it has started any, and those of a
+    heterogeneous step, whose numbers are not the ranks'.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt at the start of the step.
+        ends: of the step's tasks, as far as they did not end with 0.
+    """
+    for end in ends:
+        if end.words.startswith(_EXITED):
+            code = exit_code(int(end.words.removeprefix(_EXITED)))
+            words = _words_in_log(run, attempt, end.tasks[0])
+            return f"task {end.tasks[0]} on {end.node}: ended with exit code {code}{words}"
+    return ""
+
+
+def _words_in_log(run: RunDirectory, attempt: int, number: int) -> str:
+    """Returns the last words of a rank or, where that has no log, of a task."""
+    logs = [run.attempt_logs(attempt) / f"{kind}_{number}.log" for kind in ("rank", "node", "task")]
+    line = redact(next(filter(None, (last_words(read_tail(log, _CRASH_BYTES)) for log in logs)), ""))
     return f"; its last words: {line[:_LONGEST_QUOTE]}" if line else ""
 
 

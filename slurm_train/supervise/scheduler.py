@@ -133,6 +133,10 @@ class Scheduler:
         """Returns how the ranks ended that did not end with 0, in order; empty where that is not known."""
         return self.task_ends
 
+    def tasks(self, _attempt: int) -> Sequence[TaskEnd]:
+        """Returns how the tasks of the step ended that did not end with 0, whether they are ranks or not."""
+        return ()
+
     def own_words(self, _attempt: int) -> str:
         """Returns why what starts the ranks has ended of itself; "" where that is not so, or nothing is known."""
         return ""
@@ -265,6 +269,10 @@ class SlurmJob(Scheduler):
         """Reads what srun wrote, where each task is a rank and has its number."""
         if len(self.job_ids) > 1 or self.pool.tasks_per_node != self.pool.ranks_per_node:
             return ()
+        return self.tasks(attempt)
+
+    def tasks(self, attempt: int) -> Sequence[TaskEnd]:
+        """Reads what srun wrote."""
         return task_ends(self._srun_text(attempt))
 
     def own_words(self, attempt: int) -> str:

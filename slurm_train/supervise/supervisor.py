@@ -28,6 +28,7 @@ from slurm_train.rundir.attempts import (
     Round,
     check_held,
     close_attempt,
+    first_round,
     hold_run,
     let_go,
     newest_round,
@@ -72,6 +73,7 @@ from slurm_train.supervise.evidence import (
     diagnose,
     read_evidence,
     silent_end,
+    task_end,
     with_crash_place,
     with_missing_variable,
 )
@@ -459,13 +461,17 @@ class Supervisor:
         ends = best_effort("the output of srun", lambda: tuple(scheduler.ends(attempt)), tuple[TaskEnd, ...]())
         num_ranks = scheduler.start.world_size
 
+        def read_own_words() -> str:
+            first = first_round(run, attempt)
+            return scheduler.own_words(attempt) or task_end(run, first, scheduler.tasks(attempt))
+
         def read_silent_end() -> str:
             return silent_end(run, attempt, ends, marks=marks, num_ranks=num_ranks)
 
         return Surroundings(
             violent_end=placed_end,
             placed_mark=placed_mark,
-            own_words=best_effort("the output of srun", lambda: scheduler.own_words(attempt), ""),
+            own_words=best_effort("the output of srun", read_own_words, ""),
             ends=ends,
             silent_end=best_effort("the log of the rank", read_silent_end, ""),
             lost_nodes=tuple(scheduler.lost_nodes(job)),

@@ -320,6 +320,10 @@ def test_the_node_of_a_cause(cause: str, node: str) -> None:
             "; InfiniBand",
         ),
         ("rank 0 on a: Hangup", ""),
+        (
+            "task 1 on a: ended with exit code 1; its last words: RendezvousConnectionError",
+            "; the nodes have not",
+        ),
         ("rank 0 on a: OSError: AF_UNIX path too long", "; the folder for temporary files"),
     ],
 )

@@ -16,6 +16,7 @@ from slurm_train.supervise.evidence import (
     Surroundings,
     diagnose,
     silent_end,
+    task_end,
     with_crash_place,
     with_missing_variable,
 )
@@ -339,3 +340,18 @@ def test_a_crash_of_a_process_of_its_own_is_told_with_its_place(tmp_path: Path, 
 @pytest.mark.parametrize("words", [KILLED, "", "rank 3 on node2: Aborted"], ids=["killed", "no words", "no log"])
 def test_other_ends_are_told_as_they_are(tmp_path: Path, words: str) -> None:
     assert with_crash_place(words, RunDirectory(tmp_path), 1) == words
+
+
+def test_a_task_that_is_no_rank_is_quoted(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(1).mkdir(parents=True)
+    (run.attempt_logs(1) / "node_1.log").write_text(
+        "Traceback (most recent call last):\n  File x\nTimeoutError: no store\n"
+    )
+    ends = [TaskEnd((0,), "node1", "Terminated"), TaskEnd((1,), "node2", "Exited with exit code 1")]
+    words = "task 1 on node2: ended with exit code 1; its last words: TimeoutError: no store"
+    assert task_end(run, 1, ends) == words
+    assert task_end(run, 1, ends[:1]) == task_end(run, 1, []) == ""
+    assert diagnose(EVIDENCE, replace(QUIET, own_words=words), has_failed=True).failed_on == ()
+    # Of a step with a rank for each node the task is the rank.
+    assert silent_end(run, 1, ends[1:], marks=[], num_ranks=2) == words.replace("task", "rank")
