@@ -84,8 +84,9 @@ class Browser:
         return base64.b64decode(self.call("GET", "/screenshot"))
 
     def complaints(self) -> list[str]:
-        """Returns what the page has said on the console since the last look."""
-        return [entry["message"] for entry in self.call("POST", "/se/log", {"type": "browser"})]
+        """Returns what pages have said on the console since the last look; not the browser's own, such as its first."""
+        messages = [entry["message"] for entry in self.call("POST", "/se/log", {"type": "browser"})]
+        return [message for message in messages if not message.startswith("chrome://")]
 
     def asked_for(self, path: Path) -> list[str]:
         """Returns the addresses that a page asked for since the last look; the browser's own start page has others."""
