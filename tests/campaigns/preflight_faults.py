@@ -290,6 +290,12 @@ FAULTS: tuple[Fault, ...] = (
         words=("cluster.setup=[export SLURM_GPUS_PER_NODE=1]",),
     ),
     Fault(
+        "GPU_COUNT",
+        "the step of the ranks asks for none of the job's GPUs",
+        "Slurm names no GPU to the ranks, 2 were asked for: they would use CPUs",
+        words=("cluster.gpu_flag=gres", "cluster.setup=[export SLURM_GRES=none]"),
+    ),
+    Fault(
         "GPU_BUSY",
         "a stand-in for NVML on node2 says that 60 GiB are taken",
         "node2: 61440 of 81920 MiB of GPU 0, 1 are taken by pid 4711",
