@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from slurm_train.errors import ClusterError, RunError
-from slurm_train.rundir.jobs import Holder, ask_to_stop, named, read_job
+from slurm_train.rundir.jobs import Holder, ask_to_stop, is_here, named, read_job
 from slurm_train.rundir.lookup import is_own, owner_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.pins import release_pins
@@ -40,7 +39,7 @@ def cancel_run(run: RunDirectory, commands: SlurmCommands) -> list[str]:
         _require_slurm_for(run, active)
         if active.process is not None:
             _require_owners_process(run, active.process)
-            actions.append(_stop_process(run, active.process.host, active.process.pid))
+            actions.append(_stop_process(run, active.process))
         cancelled = _leave_packs(run, active.jobs, commands)
         if cancelled:
             ids = ", ".join(cancelled)
@@ -104,7 +103,7 @@ def _require_owners_job(run: RunDirectory, job_id: str, commands: SlurmCommands)
 
 
 def _require_owners_process(run: RunDirectory, process: Holder) -> None:
-    if is_own(run) or process.host != socket.gethostname():
+    if is_own(run) or not is_here(process):
         return
     with contextlib.suppress(FileNotFoundError):
         if Path(f"/proc/{process.pid}").stat().st_uid != run.path.stat().st_uid:
@@ -114,16 +113,16 @@ def _require_owners_process(run: RunDirectory, process: Holder) -> None:
             )
 
 
-def _stop_process(run: RunDirectory, host: str, pid: int) -> str:
+def _stop_process(run: RunDirectory, process: Holder) -> str:
     """Asks a process that trains a run to save and stop; returns what was done."""
     try:
-        if host == socket.gethostname():
-            os.kill(pid, signal.SIGTERM)
+        if is_here(process):
+            os.kill(process.pid, signal.SIGTERM)
         else:
             run.stop_file.touch()
     except PermissionError as err:
         raise RunError(
-            f"{run.name}/{run.run_id} is run by process {pid} on {host}, which belongs to another user",
+            f"{run.name}/{run.run_id} is run by {process}, which belongs to another user",
             hint="ask its owner",
         ) from err
     return f"asked {run.name}/{run.run_id} to save and stop; the same command continues it"

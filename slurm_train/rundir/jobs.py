@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import hashlib
 import json
 import os
 import re
@@ -284,6 +286,8 @@ class Holder:
     """The process's start in kernel ticks: a recycled pid has another one."""
     cluster: str = ""
     """The cluster that has the job; "" where it is not known."""
+    machine: str = ""
+    """Tells the host from another machine of the same name (`login1` of two clusters); "" where it is not known."""
 
     def __str__(self) -> str:
         if self.job_id is None:
@@ -299,14 +303,35 @@ class Holder:
 def this_process(*, job_id: str | None = None, cluster: str = "") -> Holder:
     """Returns the calling process as a holder, for a job where one is named."""
     pid = os.getpid()
-    return Holder(job_id=job_id, host=socket.gethostname(), pid=pid, started=_start_ticks(pid), cluster=cluster)
+    return Holder(
+        job_id=job_id,
+        host=socket.gethostname(),
+        pid=pid,
+        started=_start_ticks(pid),
+        cluster=cluster,
+        machine=_machine(),
+    )
+
+
+def is_here(holder: Holder) -> bool:
+    """Returns whether a holder is a process of this machine, not one of another machine, of the same name even."""
+    is_named_alike = holder.host == socket.gethostname()
+    return is_named_alike and (holder.machine == _machine() or not (holder.machine and _machine()))
 
 
 def process_lives(holder: Holder) -> bool:
     """Returns whether a holder on this host still runs; on another host it counts as alive."""
-    if holder.host != socket.gethostname():
-        return True
-    return _start_ticks(holder.pid) == holder.started != ""
+    return not is_here(holder) or _start_ticks(holder.pid) == holder.started != ""
+
+
+@functools.cache
+def _machine() -> str:
+    """Returns the beginning of a hash of this machine's id, which itself is not for others; "" where it has none."""
+    try:
+        machine_id = Path("/etc/machine-id").read_bytes().strip()
+    except OSError:
+        return ""
+    return hashlib.sha256(b"slurm_train " + machine_id).hexdigest()[:12] if machine_id else ""
 
 
 def take_lock(path: Path, holder: Holder, *, is_alive: Callable[[Holder], bool], wait_s: float = 0.0) -> None:

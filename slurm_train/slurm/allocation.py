@@ -218,6 +218,15 @@ class NodeListError(ClusterError):
         )
 
 
+def cluster_of(env: Mapping[str, str]) -> str:
+    """Returns the name of the cluster that a job is of, in small letters; "" where that is not known.
+
+    Args:
+        env: the job's environment.
+    """
+    return env.get("SLURM_CLUSTER_NAME", "").lower()
+
+
 def parse_nodelist(text: str) -> list[str]:
     """Returns every host of a compact list, e.g. "a[1],b[08-10]" -> ["a1", "b08", "b09", "b10"].
 

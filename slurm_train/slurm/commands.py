@@ -23,6 +23,7 @@ from typing import Literal
 from slurm_train.errors import ClusterError
 from slurm_train.formatting import plain
 from slurm_train.slurm import policy, records, refusals
+from slurm_train.slurm.allocation import cluster_of
 from slurm_train.slurm.answers import in_words, said
 from slurm_train.slurm.job_variables import command_environment
 from slurm_train.slurm.policy import Association, Partition, Qos
@@ -168,7 +169,7 @@ class SlurmCommands:
         runner: Callable[..., Finished] = run_process,
     ) -> None:
         self._env = command_environment(env)
-        self._cluster_of_job = env.get("SLURM_CLUSTER_NAME", "")
+        self._cluster_of_job = cluster_of(env)
         self._timeout_s = timeout_s
         self._runner = runner
 
@@ -306,12 +307,11 @@ class SlurmCommands:
 
     @cached_property
     def cluster(self) -> str:
-        """The name of the cluster that these commands ask, as `SLURM_CLUSTER_NAME` has it; "" where it is not told.
+        """The name of the cluster that these commands ask, as `cluster_of` a job; "" where it is not told.
 
         Asked for once. ControllerAway where Slurm does not answer.
         """
         try:
-            # The file may have capitals, a job's variable has none.
             return self.settings.get("ClusterName", "").lower()
         except ControllerAway:
             raise

@@ -16,7 +16,7 @@ from slurm_train.launch.acceptance import expedite_flags, has_enough_without
 from slurm_train.launch.batch_script import renewed_warning
 from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.allocation import compact_nodelist
+from slurm_train.slurm.allocation import cluster_of, compact_nodelist
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import Phase, nodes_in
 from slurm_train.trust import read_text
@@ -46,7 +46,7 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str
     script = read_text(run.submit_script)
     flags += expedite_flags(script, config, SlurmCommands(env))
     new_id = submit_script(script, folder=run.submitted, env=env, flags=flags, export=tuple(env))
-    record_job(run, new_id, cluster=env.get("SLURM_CLUSTER_NAME", ""), continues=job_id)
+    record_job(run, new_id, cluster=cluster_of(env), continues=job_id)
     # Slurm will count this job as failed, so jobs that wait for its success would wait for ever.
     with contextlib.suppress(ClusterError):
         SlurmCommands(env).hand_dependents(job_id, new_id)

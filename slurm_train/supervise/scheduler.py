@@ -23,7 +23,7 @@ from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.jobs import Holder, this_process
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice
-from slurm_train.slurm.allocation import Allocation, compact_nodelist, het_job_ids, parse_nodelist
+from slurm_train.slurm.allocation import Allocation, cluster_of, compact_nodelist, het_job_ids, parse_nodelist
 from slurm_train.slurm.commands import ControllerAway, SlurmCommands
 from slurm_train.slurm.policy import read_preemption, requeue_delay_s, returning_codes
 from slurm_train.slurm.records import (
@@ -102,7 +102,7 @@ class Scheduler:
     def __init__(self, start: AttemptStart, env: Mapping[str, str]) -> None:
         self.start = start
         self.commands = SlurmCommands(env)
-        cluster = "" if start.job_id is None else env.get("SLURM_CLUSTER_NAME", "")
+        cluster = "" if start.job_id is None else cluster_of(env)
         self.holder = this_process(job_id=start.job_id, cluster=cluster)
 
     def is_alive(self, holder: Holder) -> bool:

@@ -202,13 +202,16 @@ def test_clear_dead_removes_the_dead_only(run: RunDirectory) -> None:
     assert read_holder(run.lock) is None
 
 
-def test_a_process_is_known_by_its_start_not_by_its_number() -> None:
+def test_a_process_is_known_by_its_start_not_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     me = this_process()
     assert process_lives(me)
     recycled = Holder(job_id=None, host=me.host, pid=me.pid, started="1")
     assert not process_lives(recycled)
     assert not process_lives(DEAD)
     assert process_lives(Holder(job_id=None, host="elsewhere", pid=1, started="1")), "it cannot be told from here"
+    monkeypatch.setattr(lock, "_machine", lambda: "this")
+    for machine, is_known_dead in (("", True), ("this", True), ("another of this name", False)):
+        assert process_lives(replace(recycled, machine=machine)) is not is_known_dead
 
 
 def test_a_lock_that_was_made_since_one_looked_is_left_where_it_is(

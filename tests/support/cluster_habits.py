@@ -191,7 +191,7 @@ HABITS = {
         "touch {state}/log/slurmctld.log {state}/log/slurmdbd.log {state}/run/slurmctld.pid {state}/run/slurmdbd.pid\n"
         "chown slurm {state}/spool/slurmctld {state}/log/* {state}/run/* {conf}/slurmdbd.conf\n",
     ),
-    "second-cluster": Habit(about="the cluster is called `second`", settings={"ClusterName": "second"}),
+    "second-cluster": Habit(about="the cluster is called `Second`", settings={"ClusterName": "Second"}),
     "federation": Habit(
         about="the cluster is one of a federation",
         after="sacctmgr --immediate --quiet add federation fed clusters=devcluster\n",
