@@ -603,6 +603,8 @@ class ProgramState:
                 if isinstance(values[name], dict):
                     state = decode(merge_state(values[name], of_objects.get(name, {})))
                     go_to_epoch(other, state)
+                    if not state and other.state_dict():
+                        notes.append(f"{name}: begins at step {step}, where its state was empty")
                     other.load_state_dict(state)
                     if is_at_end_of_pass(other, state):
                         notes.append(
