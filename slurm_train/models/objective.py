@@ -90,6 +90,8 @@ class Objective(nn.Module):
         self._are_next = False
         # Whether scores have their classes in dimension 1; None until the first whole-number targets tell.
         self._classes_second: bool | None = None
+        # Lines that were returned already: scores are looked at before the evaluations and before the first step.
+        self._said: set[str] = set()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns the float32 sum of the loss over the counted items, and their number (a scalar tensor).
@@ -316,7 +318,7 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def look_at_scores(self, samples: Batch, labels: Tensor | None) -> str | None:
-        """Checks the model's scores in its present mode; returns a line if they are odd. Collective where it is cut.
+        """Checks the model's scores in its present mode; returns a new line if they are odd. Collective if it is cut.
 
         A loss that the model computes itself is checked by `compare`.
 
@@ -346,11 +348,14 @@ class Objective(nn.Module):
         require_labels(all_labels, num_scores=scores.shape[1 if self._classes_second else -1])
         # Only now: torch would raise for labels without a score, and a GPU would be lost.
         default_loss(scores, targets, classes_second=self._classes_second)
+        second = self._classes_second
         notes = (
-            note_of_classes(scores, targets, classes_second=self._classes_second),
-            note_of_probabilities(scores, classes_second=self._classes_second),
+            note_of_classes(scores, targets, classes_second=second),
+            note_of_probabilities(scores, classes_second=second, is_training=self.model.training),
         )
-        return "; ".join(filter(None, notes)) or None
+        new_notes = [note for note in notes if note is not None and note not in self._said]
+        self._said.update(new_notes)
+        return "; ".join(new_notes) or None
 
     @torch.no_grad()
     def compare(self, batch: Batch, *, is_precise: bool) -> str | None:

@@ -107,8 +107,9 @@ def note_of_classes(outputs: Tensor, targets: Tensor, *, classes_second: bool | 
     """Returns a line that says which dimension has the classes, where the shapes alone do not."""
     if targets.is_floating_point() or not all(_fits(outputs, targets)):
         return None
+    places = "behind a dimension of channels" if classes_second else "behind the samples"
     dim = "dimension 1" if classes_second else "the last dimension"
-    return f"scores of {tuple(outputs.shape)} have their classes in {dim}, since the inputs have their places so"
+    return f"scores of {tuple(outputs.shape)} have their classes in {dim}, since the places of the inputs are {places}"
 
 
 def require_values(targets: Tensor) -> None:
@@ -131,7 +132,7 @@ def require_values(targets: Tensor) -> None:
         raise ConfigError(
             f"the targets are {kind}: floats of {tuple(targets.shape)} whose sum over dimension {dim} is always 1; "
             "the mean squared error of the output would be trained",
-            hint=("give the classes as whole numbers, targets.argmax(dim); or " if is_one_hot else "")
+            hint=(f"give the classes as whole numbers, targets.argmax({dim}); or " if is_one_hot else "")
             + "define training_loss(batch) on the model. For a cross entropy: "
             'functional.cross_entropy(scores, targets, reduction="sum") and the number of items; for the squared '
             "error: (outputs - targets).square().sum() and targets.numel()",
@@ -172,10 +173,15 @@ def require_labels(labels: Tensor, *, num_scores: int) -> None:
     raise ConfigError(f"labels are {low} to {high}, and the model gives {scores} for each item", hint=hint)
 
 
-def note_of_probabilities(outputs: Tensor, *, classes_second: bool | None) -> str | None:
+def note_of_probabilities(outputs: Tensor, *, classes_second: bool | None, is_training: bool) -> str | None:
     """Returns a line where scores are probabilities already: the cross entropy takes a softmax of them once more.
 
     None for scores that are alike for all items, as those of a layer that begins with zeros and equal biases.
+
+    Args:
+        outputs: scores of some samples.
+        classes_second: dimension 1 has the classes.
+        is_training: the mode of the model that gave them.
     """
     scores = precise(outputs.detach().movedim(1, -1) if classes_second else outputs.detach()).flatten(0, -2)
     tolerance = _LOW_TOLERANCE if outputs.element_size() == 2 else _TOLERANCE
@@ -184,8 +190,8 @@ def note_of_probabilities(outputs: Tensor, *, classes_second: bool | None) -> st
     if bool(((scores.sum(-1) - 1).abs() > tolerance).any()) or bool((scores == scores[:1]).all()):
         return None
     return (
-        "the scores of the first samples are probabilities (0 to 1, and their sum is 1), and the cross entropy takes a "
-        "softmax of them once more: let the model return what goes into its softmax"
+        f"in {'training' if is_training else 'evaluation'} mode the scores are probabilities (0 to 1, and their sum is "
+        "1), and the cross entropy takes a softmax of them once more: let the model return what goes into its softmax"
     )
 
 

@@ -167,7 +167,9 @@ class Evaluator:
             self.objective.eval()
             with in_precision(self.rank.device, self.rank.forward_autocast):
                 if self.pipeline is None and self.rank.sequence_part is None:
-                    self.objective.look_at_scores(batch, None)
+                    note = self.objective.look_at_scores(batch, None)
+                    if note is not None and self.display is not None:
+                        self.display.say(note)
                 sums = _as_numbers(self._sums_of(batch))
         of_ranks = gather(sums)
         for of_rank in of_ranks:

@@ -222,6 +222,19 @@ def test_scores_that_are_probabilities_are_remarked(layer: nn.Module, is_said: b
     assert (note is not None and "softmax" in note) == is_said
 
 
+def test_a_softmax_in_evaluation_mode_alone_is_remarked_once() -> None:
+    class Head(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            scores = super().forward(inputs)
+            return scores if self.training else scores.softmax(-1)
+
+    objective, batch = Objective(Given(Head(10, 10))), (torch.randn(8, 10), CLASSES[:8])
+    assert objective.look_at_scores(batch, None) is None
+    objective.eval()
+    assert "in evaluation mode" in str(objective.look_at_scores(batch, None))
+    assert objective.look_at_scores(batch, None) is None
+
+
 def test_equal_scores_of_a_head_that_begins_at_zero_are_not_remarked() -> None:
     head = nn.Linear(10, 4)
     nn.init.zeros_(head.weight)
