@@ -64,15 +64,19 @@ _BUDGETS = {
 }
 """By kind: how many ends in a row use up one of `requeue.max_returns_without_progress`; their name; what to do."""
 _UNLIMITED: Limits = {}
-_NO_MEMORY = r"\bMemoryError|[Cc]an(?:'t|not) allocate memory|bad_alloc|failed to map segment"
-_NO_THREADS = r"can't start new thread|pthread_create failed|Resource temporarily unavailable"
+_TOO_LARGE = r"File size limit exceeded|\[Errno 27\]"
+_NO_MEMORY = r"\bMemoryError|[Cc]an(?:'t|not) allocate memory|bad_alloc"
+# Not the words of EAGAIN alone: HDF5 says them of a lock, and a socket of its peer.
+_NO_THREADS = r"can't start new thread|pthread_create failed|Thread creation failed|fork: .*Resource temporarily"
+# Of a folder that is mounted noexec it is "Operation not permitted".
+_NO_ADDRESSES = rf"{_NO_MEMORY}|{_NO_THREADS}|failed to map segment from shared object(?!: Operation)"
 # What a process that comes to its limit says; a node that is full says some of it as well.
 _BY_LIMIT = {
     "CPU": re.compile("CPU time limit exceeded"),
-    "FSIZE": re.compile("File size limit exceeded|File too large"),
+    "FSIZE": re.compile(_TOO_LARGE),
     "NPROC": re.compile(_NO_THREADS),
-    "AS": re.compile(f"{_NO_MEMORY}|{_NO_THREADS}"),
-    "DATA": re.compile(f"{_NO_MEMORY}|{_NO_THREADS}"),
+    "AS": re.compile(_NO_ADDRESSES),
+    "DATA": re.compile(_NO_ADDRESSES),
 }
 _ADVICE = (
     (
@@ -81,7 +85,7 @@ _ADVICE = (
         "parallel.activation_checkpointing=full or parallel.dp_shard=N; `plan --suggest GIB` lists what fits",
     ),
     (
-        re.compile(r"ibv_\w+|ibverbs"),
+        re.compile(r"ibv_\w+.*Cannot allocate memory"),
         "InfiniBand has to lock its buffers in memory: `ulimit -l unlimited` before submitting or in cluster.setup",
     ),
     (
@@ -152,7 +156,7 @@ _ADVICE = (
         "the program, or a shell that it runs in, limits its processor time (ulimit -t)",
     ),
     (
-        re.compile("File size limit exceeded|File too large"),
+        re.compile(_TOO_LARGE),
         "the program, or a shell that it runs in, limits the size of its files (ulimit -f), or the file system does",
     ),
     (

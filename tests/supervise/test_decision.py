@@ -356,6 +356,22 @@ def test_a_limit_is_the_cause_where_a_process_says_that_it_came_to_it(
     assert named in decide(replace(SAVED, exit_code=1, cause=cause, limits=limits)).note
 
 
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "OSError: [Errno 11] Unable to open file (unable to lock file, errno = 11, error message = 'Resource "
+        "temporarily unavailable')",
+        "BlockingIOError: [Errno 11] Resource temporarily unavailable",
+        "ValueError: File too large: 12 MB",
+        "RuntimeError: NCCL error: Call to ibv_modify_qp failed with error Connection timed out errno 110",
+        "ImportError: /tmp/x.so: failed to map segment from shared object: Operation not permitted",
+    ],
+)
+def test_words_of_other_causes_name_no_limit(cause: str) -> None:
+    limits = {"AS": 1 << 30, "DATA": 1 << 30, "NPROC": 4096, "CPU": 3600, "FSIZE": 1 << 30}
+    assert advice_on(f"rank 0 on a: {cause}", limits) == ""
+
+
 def test_a_code_without_words_names_the_signal_of_a_shell() -> None:
     for code, words in (
         (152, "code 152 (as of signal 24, CPU time limit exceeded)"),
