@@ -181,9 +181,9 @@ def last_numbers(path: Path) -> dict[str, float | None]:
 
 # Words in the names of measures of which more is better, e.g. "eval_acc", "eval_rouge1", "val/AR@100".
 _LARGEST_IS_BEST = re.compile(
-    r"(?<!in)accuracy|mfu|_per_s|score|reward|precision|recall"
+    r"(?<!in)accuracy|mfu|_per_s|reward|precision|recall"
     r"|(?<![a-z])(?:acc|ap|ar|auc|auprc|auroc|bleu|chrf|dice|exact_match|f[12]|fbeta|hits?|iou|kappa|map|mcc|meteor|miou"
-    r"|mrr|ndcg|pearson|psnr|r2|rouge|rouge_?l|rouge_?lsum|spearman|ssim|success|top|win_rate)(?![a-z])",
+    r"|mrr|ndcg|pass|pearson|psnr|r2|rouge|rouge_?l|rouge_?lsum|spearman|ssim|success|top|win_rate)(?![a-z])",
     re.IGNORECASE,
 )
 # Of these less is better, also beside a word from above: "eval_dice_loss", "eval_brier_score", "eval_top1_error".
@@ -194,7 +194,7 @@ _SMALLEST_IS_BEST = re.compile(
 )
 # With these the name alone does not say it: scikit-learn's "neg_log_loss", "1_minus_ssim", "accuracy_gap", "auc_std".
 _TURNS_ROUND = re.compile(
-    r"(?<![a-z])(?:neg|negative|minus|inv|inverse|not|non|drop|gap|delta|diff|difference|std|var|variance|reduction"
+    r"(?<![a-z])(?:neg|negative|minus|inv|inverse|not|non|drop|gap|delta|diff|difference|std|stddev|stderr|var|variance|reduction"
     r"|increase|decrease|improvement)(?![a-z])",
     re.IGNORECASE,
 )
@@ -306,8 +306,8 @@ def direction_of(name: str) -> str:
 
 
 def largest_is_best(name: str) -> bool:
-    """Returns whether the largest value counts as the best; not where the name does not say."""
-    return direction_of(name) == "max"
+    """Returns whether the largest value counts as the best in a table; where the name does not say, that of a score."""
+    return (direction_of(name) or ("max" if "score" in name.lower() else "min")) == "max"
 
 
 _BAR_EVERY_S = 0.5

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from slurm_train.config.batch import (
     recut_batch,
     solve_batch,
 )
-from slurm_train.config.frozen import ID_DIGITS, config_hash
+from slurm_train.config.frozen import ID_DIGITS, config_hash, is_below
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_mapping
 from slurm_train.config.synonyms import EXPORT_WORDS
@@ -201,6 +202,9 @@ def plan_run(
         run = run_of_hash(root, name, config_hash(config, global_size=batch.global_size))
     require_room(run)
     plan = _assemble(config, world, layout, batch, run=run, directory=str(cwd))
+    # os.path, since Path.exists raises where a folder above may not be entered.
+    if not os.path.exists(run.path):  # noqa: PTH110
+        _check_schedule(plan)
     cpus = _share_cpus(config, world, env, shares)
     return replace(plan, from_shell=from_shell, unused_keys=composed.unused_keys, hub=hub, chosen=chosen, cpus=cpus)
 
@@ -275,6 +279,8 @@ def replan_run(
             tuned_for = int(old_plan.get("lr", {}).get("tuned_for_global_size", old_batch["global_size"]))
             config = replace(config, optim=replace(config.optim, lr_global_size=tuned_for))
     plan = _assemble(config, world, layout, batch, run=run, directory=str(old_plan.get("directory", "")))
+    if any(is_below(key, section) for key in typed for section in ("optim", "train", "batch")):
+        _check_schedule(plan)
     cpus = _share_cpus(config, world, env, None)
     return replace(plan, from_shell=take_shell_choices(config, None, env)[1], chosen=chosen, cpus=cpus)
 
@@ -286,7 +292,7 @@ def _assemble(
     if config.trains:
         _require_cut_for_all(config, world, batch, stages=layout.pp)
     check_batch(config, batch, layout=layout, ranks_per_node=world.ranks_per_node)
-    plan = RunPlan(
+    return RunPlan(
         config=config,
         world=world,
         layout=layout,
@@ -296,10 +302,19 @@ def _assemble(
         run=run,
         directory=directory,
     )
-    # With epochs the ranks check it, when they have counted the samples.
+
+
+def _check_schedule(plan: RunPlan) -> None:
+    """Checks that a run is long enough for its schedule; with epochs the ranks do, when they have counted the samples.
+
+    Not of a run that has begun and stays as it is: one of an earlier version goes on.
+
+    Raises:
+        ConfigError: as `check_schedule`.
+    """
+    config = plan.config
     if config.trains and config.train.evaluate_from is None and plan.num_samples is not None:
-        check_schedule(config.optim, total_samples=plan.num_samples, global_size=batch.global_size)
-    return plan
+        check_schedule(config.optim, total_samples=plan.num_samples, global_size=plan.batch.global_size)
 
 
 def _require_cut_for_all(config: RunConfig, world: World, batch: BatchPlan, *, stages: int) -> None:

@@ -9,10 +9,12 @@ import pytest
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.compose import Composed, Point
+from slurm_train.config.frozen import config_hash
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.batch_script import render_script
 from slurm_train.launch.plan import RunPlan, SweepPlan, check_path, plan_sweep
 from slurm_train.launch.preview import plan_rows
+from slurm_train.rundir.lookup import run_of_hash
 from tests.support.plans import DEFAULTS, composed, make_plan
 from tests.support.refusals import refusal
 
@@ -330,3 +332,13 @@ def test_where_the_ranks_meet_is_a_row_of_the_plan(settings: dict[str, Any], row
 def test_the_ports_that_a_site_opens_travel_into_the_job() -> None:
     script = render_script(make_plan(cluster={**CLUSTER, "rendezvous_ports": "20000-20100"}))
     assert "export SLURM_TRAIN_PORTS=20000-20100" in script
+
+
+def test_a_run_that_has_begun_with_a_schedule_that_is_refused_now_goes_on(tmp_path: Path) -> None:
+    """One of an earlier version, by the same command; by other settings it is refused."""
+    sections: dict[str, Any] = {"optim": {"decay_samples": 64}, "train": {"max_steps": 10}}
+    with pytest.raises(ConfigError, match=r"optim\.decay_samples=64 was asked with optim\.schedule=cosine"):
+        make_plan(tmp_path, **sections)
+    root = tmp_path / "runs"
+    run_of_hash(root, "gpt-stdlib", config_hash(composed(**sections).config, global_size=64)).path.mkdir(parents=True)
+    assert make_plan(tmp_path, **sections).run.path.exists()

@@ -97,10 +97,10 @@ def test_of_what_more_is_better(is_largest: bool) -> None:
 
 
 DIRECTIONS = {
-    "max": "eval_accuracy val_auc eval_ndcg@10 recall_at_fpr_5 eval_f1_score eval_psnr eval_map50 eval_exact_match",
+    "max": "eval_accuracy val_auc eval_ndcg@10 recall_at_fpr_5 eval_f1_score eval_map50 eval_acc_norm eval_pass@1",
     "min": "eval_loss val_loss_f1 eval_brier_score eval_cer eval_ppl eval_bits_per_byte fpr_at_95_recall eval_rmse",
     # Nobody can tell from the name alone.
-    "": "val_pck_0.15 eval_energy eval_neg_log_loss 1_minus_ssim eval_accuracy_gap eval_auc_std eval_inaccuracy",
+    "": "val_pck_0.15 eval_neg_log_loss 1_minus_ssim eval_accuracy_gap eval_acc_stderr toxicity_score eval_inaccuracy",
 }
 
 

@@ -39,7 +39,8 @@ def best_line(rows: Sequence[Cells], given: Sequence[Mapping[str, str]], *, obje
     row = rows[number]
     words = " ".join(f"{name}={setting}" for name, setting in given[number].items())
     # Nobody may take the worst run for the best because of a name that says neither.
-    unclear = "" if direction_of(metric) else "; the least counts as the best, which its name does not say"
+    which = "most" if largest_is_best(metric) else "least"
+    unclear = "" if direction_of(metric) else f"; the {which} counts as the best, which its name does not say"
     best = f"best {metric}: {value:.5g} at step {row[f'{key}{STEP}']} of run {row['index']}, {row['run']}: {words}"
     return best + unclear
 
