@@ -537,15 +537,18 @@ def test_an_object_that_changes_with_an_empty_state_is_named_once(
     assert not said[1]
 
 
+def _tally(*, saves: bool) -> Any:
+    return SimpleNamespace(state_dict=lambda: {"num": 1} if saves else {}, load_state_dict=lambda _: None)
+
+
 def test_an_object_that_saves_its_state_only_since_the_checkpoint_is_named(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a metric of torchmetrics that is switched to save its states after the first attempt."""
     for saves in (False, True, True):
         parts = Parts()
-        tally: Any = SimpleNamespace(state_dict=lambda: {"num": 1} if saves else {}, load_state_dict=lambda _: None)  # noqa: B023
         mine = join(run)
-        training = mine.training(parts.model, parts.optimizer, tally=tally)
+        training = mine.training(parts.model, parts.optimizer, tally=_tally(saves=saves))
         step = training.resume() + 1
         mine.report(step, loss=parts.step())
         training.save(step)
