@@ -110,3 +110,12 @@ def test_only_testing(option: str, refusal: Refusal | None, real_slurm: SlurmCom
     assert verdict.refusal is refusal
     assert verdict.is_accepted is (refusal is None)
     assert bool(verdict.start) is verdict.is_accepted
+
+
+def test_srun_reads_its_flags_and_runs_nothing(real_slurm: SlurmCommands) -> None:
+    for flag in ("--auto-resume=1", "--cpu-bnd=none", "--gpu-bind=foo", "--mpi=openmpi9"):
+        assert real_slurm.refused_flags([flag]).startswith("srun: "), flag
+    # The last one is Slurm's to judge, in a job.
+    for flag in ("--mpi=none", "--gpu-bind=none", "--cpu-bind=none", "--label", "--nodelist=node77"):
+        assert real_slurm.refused_flags([flag]) == "", flag
+    assert {"mpi", "gpu-bind", "cpu-bind"} <= set(real_slurm.options_of_srun())
