@@ -21,7 +21,7 @@ from slurm_train.launch.batch_script import chosen_step_flags, render_script, sb
 from slurm_train.launch.cpu_share import CpuShare
 from slurm_train.launch.job_python import is_in_container
 from slurm_train.launch.plan import RunPlan
-from slurm_train.rundir.events import BAD_NODES_PARTS, list_file, read_bad_nodes
+from slurm_train.rundir.events import BAD_NODES_PARTS, BadNode, list_file, read_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
@@ -357,7 +357,9 @@ def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> tup
         run: a run that it starts; its root has the list.
         env: environment for Slurm's commands.
     """
-    listed = read_bad_nodes(run, now_unix_s=time.time())
+    if not read_bad_nodes(run, now_unix_s=time.time()):
+        return [], ""
+    listed = _bad_nodes_here(run, SlurmCommands(env))
     if not listed:
         return [], ""
     components = read_components(script)
@@ -376,6 +378,17 @@ def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> tup
             flags = [f"--exclude={','.join(filter(None, (excluded, *nodes)))}"]
     treatment = "left out" if flags else "found bad, and not left out, since the job needs them or its nodes are uneven"
     return flags, f"{treatment}: {'; '.join(map(str, listed))}; see {list_file(run).with_name(BAD_NODES_PARTS)}"
+
+
+def _bad_nodes_here(run: RunDirectory, commands: SlurmCommands) -> list[BadNode]:
+    """Returns the listed nodes that this cluster has: sbatch refuses a job that leaves out others."""
+    cluster, known = "", set[str]()
+    # Where Slurm does not answer, nothing is left out.
+    with contextlib.suppress(ClusterError):
+        cluster = commands.cluster
+        known = {name for name, _, _ in commands.node_names()}
+    listed = read_bad_nodes(run, now_unix_s=time.time(), cluster=cluster)
+    return [bad for bad in listed if not known or bad.node in known]
 
 
 def expedite_flags(script: str, config: RunConfig, commands: SlurmCommands) -> list[str]:

@@ -325,6 +325,8 @@ class BadNode:
     why: str = ""
     """Code and what was seen."""
     until_unix_s: float
+    cluster: str = ""
+    """Whose node it is; "" where that is not known."""
 
     def __str__(self) -> str:
         until = time.strftime("%d %b %H:%M", time.localtime(self.until_unix_s))
@@ -336,7 +338,9 @@ def list_file(run: RunDirectory) -> Path:
     return run.path.parent.parent / BAD_NODES_FILE
 
 
-def add_bad_nodes(run: RunDirectory, reasons: Mapping[str, str], *, hours: float, now_unix_s: float) -> None:
+def add_bad_nodes(
+    run: RunDirectory, reasons: Mapping[str, str], *, hours: float, now_unix_s: float, cluster: str = ""
+) -> None:
     """Lists nodes.
 
     Args:
@@ -344,17 +348,19 @@ def add_bad_nodes(run: RunDirectory, reasons: Mapping[str, str], *, hours: float
         reasons: node -> why.
         hours: for how long; 0: not at all.
         now_unix_s: seconds since 1970.
+        cluster: whose nodes they are; "" where that is not known.
     """
     for node, why in reasons.items() if hours > 0 else ():
-        _list_node(run, BadNode(node=node, why=why, until_unix_s=now_unix_s + 3600 * hours), now_unix_s)
+        bad = BadNode(node=node, why=why, until_unix_s=now_unix_s + 3600 * hours, cluster=cluster)
+        _list_node(run, bad, now_unix_s)
 
 
-def forgive_nodes(run: RunDirectory, nodes: Iterable[str], *, now_unix_s: float) -> list[str]:
-    """Takes nodes off the list that were found well; returns those that were on it."""
-    listed = {bad.node for bad in read_bad_nodes(run, now_unix_s=now_unix_s)}
+def forgive_nodes(run: RunDirectory, nodes: Iterable[str], *, now_unix_s: float, cluster: str = "") -> list[str]:
+    """Takes nodes of a cluster off the list that were found well; returns those that were on it."""
+    listed = {bad.node for bad in read_bad_nodes(run, now_unix_s=now_unix_s, cluster=cluster)}
     forgiven = [node for node in nodes if node in listed]
     for node in forgiven:
-        _list_node(run, BadNode(node=node, why="found well", until_unix_s=0.0), now_unix_s)
+        _list_node(run, BadNode(node=node, why="found well", until_unix_s=0.0, cluster=cluster), now_unix_s)
     return forgiven
 
 
@@ -362,13 +368,18 @@ def _list_node(run: RunDirectory, bad: BadNode, now_unix_s: float) -> None:
     append_shared(list_file(run), {**asdict(bad), "run": str(run.path), "time_unix_s": now_unix_s})
 
 
-def read_bad_nodes(run: RunDirectory, *, now_unix_s: float) -> list[BadNode]:
-    """Returns the nodes that are on the list now, the last line about each counting."""
+def read_bad_nodes(run: RunDirectory, *, now_unix_s: float, cluster: str = "") -> list[BadNode]:
+    """Returns the nodes of a cluster that are on the list now, the last line about each counting.
+
+    Clusters that share a file system may have nodes of one name; without a cluster the nodes of all are returned.
+    """
     by_node: dict[str, BadNode] = {}
     with contextlib.suppress(OSError):
         # Several users may keep their runs below one root; what others write there keeps nobody off a node.
         lines = read_shared(list_file(run), writers=trusted_owners())
-        by_node = {bad.node: bad for bad in to_records(BadNode, lines)}
+        for bad in to_records(BadNode, lines):
+            if not (cluster and bad.cluster) or bad.cluster == cluster:
+                by_node[bad.node] = bad
     return [bad for bad in by_node.values() if bad.until_unix_s > now_unix_s]
 
 

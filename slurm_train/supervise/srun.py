@@ -39,7 +39,7 @@ from slurm_train.rundir.files import create_empty, for_each, last_lines, read_js
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import CAUSES, Spent, last_step, read_notice
-from slurm_train.slurm.allocation import Allocation, compact_nodelist, fewest_cpus, het_job_ids
+from slurm_train.slurm.allocation import Allocation, cluster_of, compact_nodelist, fewest_cpus, het_job_ids
 from slurm_train.slurm.flags import resource_flags
 from slurm_train.slurm.job_variables import with_gpus_for
 from slurm_train.slurm.records import NO_STEP
@@ -432,7 +432,7 @@ class SrunLaunch:
         self.job.lost.clear()
         self.job.growth = None
         say(f"attempt {attempt} of {run.name}/{run.run_id} on {', '.join(nodes)}; rank logs in {folder}")
-        for bad in read_bad_nodes(run, now_unix_s=time.time()):
+        for bad in read_bad_nodes(run, now_unix_s=time.time(), cluster=cluster_of(self.env)):
             if bad.node in nodes:
                 say(f"was found bad before and is checked again: {bad}")
         self._make_logs(folder)
@@ -632,10 +632,11 @@ class SrunLaunch:
         findings = findings_of(record)
         bad_nodes = bad_nodes_of(findings)
         with contextlib.suppress(OSError):
-            add_bad_nodes(run, bad_nodes, hours=hours, now_unix_s=time.time())
+            now_unix_s, cluster = time.time(), cluster_of(self.env)
+            add_bad_nodes(run, bad_nodes, hours=hours, now_unix_s=now_unix_s, cluster=cluster)
             if bad_nodes and hours > 0:
                 lists = list_file(run).with_name(BAD_NODES_PARTS)
                 say(f"later submissions leave out {', '.join(bad_nodes)} for {hours:g} h; see {lists}")
             if record and not errors_of(findings):
-                for node in forgive_nodes(run, record.get("nodes", ()), now_unix_s=time.time()):
+                for node in forgive_nodes(run, record.get("nodes", ()), now_unix_s=now_unix_s, cluster=cluster):
                     say(f"{node} passed; removed from the bad nodes")

@@ -18,7 +18,7 @@ from slurm_train.launch.acceptance import (
     salloc_words,
     step_verdict,
 )
-from slurm_train.rundir.events import add_bad_nodes
+from slurm_train.rundir.events import add_bad_nodes, forgive_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.refusals import Refusal, TestVerdict
@@ -239,6 +239,19 @@ def test_listed_nodes_are_left_out_unless_the_job_needs_them(
     assert flags == ([flag] if flag else [])
     assert text.startswith(f"left out: {names[0]} (until " if flag else "found bad, and not left out, since the job ")
     assert exclude_flags(script(*directives), run, {"PATH": "/nowhere"})[0] == [], "Slurm does not answer"
+
+
+def test_nodes_that_slurm_does_not_have_are_no_reason_for_a_flag_that_it_refuses(
+    run: RunDirectory, env: dict[str, str], tmp_path: Path
+) -> None:
+    bad(run, "node3", "gone7")
+    sinfo = tmp_path / "bin" / "sinfo"
+    names = "".join(f"node{number}|10.0.0.{number}|node{number}\\n" for number in range(1, 5))
+    sinfo.write_text(sinfo.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n[ $2 = -N ] && printf '{names}' && exit\n"))
+    flags, text = exclude_flags(script(), run, env)
+    assert flags == ["--exclude=node3"] and "gone7" not in text
+    forgive_nodes(run, ["node3"], now_unix_s=time.time())
+    assert exclude_flags(script(), run, env) == ([], "")
 
 
 # --- an allocation of one's own ---

@@ -250,6 +250,23 @@ def test_the_last_line_about_a_node_counts_and_one_that_makes_no_sense_does_not(
     assert names(run, 20.0) == ["node4"]
 
 
+def test_a_node_of_another_cluster_is_another_node(run: RunDirectory) -> None:
+    def listed(cluster: str) -> list[str]:
+        return [bad.node for bad in read_bad_nodes(run, now_unix_s=10.0, cluster=cluster)]
+
+    add_bad_nodes(run, {"node1": "x"}, hours=2.0, now_unix_s=0.0)  # of an earlier version
+    add_bad_nodes(run, {"node2": "x", "node3": "x"}, hours=2.0, now_unix_s=0.0, cluster="a")
+    assert (listed("a"), listed("b"), listed("")) == (
+        ["node1", "node2", "node3"],
+        ["node1"],
+        ["node1", "node2", "node3"],
+    )
+    assert forgive_nodes(run, ["node1", "node2"], now_unix_s=1.0, cluster="b") == ["node1"]
+    assert (listed("a"), listed("b")) == (["node1", "node2", "node3"], [])
+    assert forgive_nodes(run, ["node2"], now_unix_s=2.0, cluster="a") == ["node2"]
+    assert listed("a") == ["node1", "node3"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
 def test_what_another_user_lists_keeps_nobody_off_a_node(run: RunDirectory) -> None:
     add_bad_nodes(run, {"node3": "mine"}, hours=2.0, now_unix_s=0.0)
