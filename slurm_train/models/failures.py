@@ -54,7 +54,7 @@ def cause_in_batch(err: BaseException) -> ConfigError | None:
     objective, batch = found
     name = type(objective.model).__name__
     words = str(err)
-    labels = labels_in(batch) if isinstance(batch, dict) or len(batch) == 2 else None
+    labels = labels_in(batch)
     if _NO_SCORE.search(words) and isinstance(labels, Tensor):
         counted = labels[labels != IGNORED]
         return ConfigError(

@@ -264,8 +264,7 @@ class Objective(nn.Module):
         computes_loss = hasattr(self.model, "training_loss") or self.takes_targets or _has_lists(batch)
         if computes_loss or self.own_loss.takes_labels:
             return None
-        has_targets = isinstance(batch, dict) or len(batch) == 2
-        targets = labels_in(batch) if has_targets else None
+        targets = labels_in(batch)
         if targets is None:
             return None
         kind = "mean squared error" if targets.is_floating_point() else "cross entropy"
@@ -770,8 +769,10 @@ def _names_of_losses(model: nn.Module) -> list[str]:
 
 
 def labels_in(batch: Batch) -> Tensor | None:
-    """Returns `labels` of a dict, or the second of (inputs, targets)."""
-    return batch.get(LABELS) if isinstance(batch, dict) else batch[1]
+    """Returns `labels` of a dict, or the second of (inputs, targets); None for other tuples."""
+    if isinstance(batch, dict):
+        return batch.get(LABELS)
+    return batch[1] if len(batch) == 2 else None
 
 
 def _num_correct(scores: Any, labels: Tensor | None) -> Tensor | None:

@@ -26,12 +26,12 @@ from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.config.schema import measured_average
 from slurm_train.data.batches import evaluation_batches
 from slurm_train.data.generators import positions_of, seed_each
-from slurm_train.data.source import SampleSource, is_nested, lengths_of
+from slurm_train.data.source import SampleSource, is_nested, lengths_of, map_tensors
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import mix, seed_streams, stream_positions
 from slurm_train.errors import ConfigError
 from slurm_train.metrics import Display
-from slurm_train.models.objective import Objective
+from slurm_train.models.objective import Objective, labels_in
 from slurm_train.session.signals import StopFlag
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.callbacks import Callback, Monitor
@@ -134,6 +134,7 @@ class Evaluator:
         """Returns whether the collate function draws random numbers, or the model does for a batch, by trying it."""
         numbers = np.arange(min(2, len(self.source)), dtype=np.int64)
         collates_at_random = getattr(self.source, "collates_at_random", None)
+        self._look_at_scores(batch)
         batch = self._on_device(batch)
         self._seed(0)
         before = (stream_positions(), positions_of(self._own))
@@ -162,14 +163,12 @@ class Evaluator:
         Raises:
             ConfigError: the model's `evaluation_sums` returns sums that cannot be used.
         """
-        batch = self._on_device(self.source.batch(np.arange(min(2, len(self.source)), dtype=np.int64)))
+        samples = self.source.batch(np.arange(min(2, len(self.source)), dtype=np.int64))
+        batch = self._on_device(samples)
         with preserved(self.objective.model), modes_kept(self.objective), torch.no_grad():
             self.objective.eval()
+            self._look_at_scores(samples)
             with in_precision(self.rank.device, self.rank.forward_autocast):
-                if self.pipeline is None and self.rank.sequence_part is None:
-                    note = self.objective.look_at_scores(batch, None)
-                    if note is not None and self.display is not None:
-                        self.display.say(note)
                 sums = _as_numbers(self._sums_of(batch))
         of_ranks = gather(sums)
         for of_rank in of_ranks:
@@ -193,6 +192,17 @@ class Evaluator:
             self.objective.eval()
             with in_precision(self.rank.device, self.rank.forward_autocast):
                 return self.objective.gives_held_out_loss(batch)
+
+    def _look_at_scores(self, batch: Any) -> None:
+        """Checks held-out labels and scores, as the first step checks its own; prints a line if they are odd."""
+        is_cut = self.pipeline is not None or self.rank.sequence_part is not None
+        if is_cut or is_nested(batch) or hasattr(self.objective.model, "evaluation_sums"):
+            return
+        samples = self._on_device(map_tensors(lambda tensor: tensor[:2], batch))
+        with in_precision(self.rank.device, self.rank.forward_autocast):
+            note = self.objective.look_at_scores(samples, labels_in(batch))
+        if note is not None and self.display is not None:
+            self.display.say(note)
 
     def _on_device(self, batch: Any) -> Any:
         """Returns this rank's part of a batch on the device; the shards get float inputs as they are."""

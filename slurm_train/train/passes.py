@@ -131,9 +131,8 @@ class Passes:
             has_lists = is_nested(batch)
             some = batch if has_lists else map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch)
             samples = to_device(some, self._device)
-            has_labels = isinstance(batch, dict) or len(batch) == 2
             with preserved(objective.model), in_precision(self._device, self._rank.forward_autocast):
-                notes.append(objective.look_at_scores(samples, labels_in(batch) if has_labels else None))
+                notes.append(objective.look_at_scores(samples, labels_in(batch)))
                 notes.append(objective.compare(samples, is_precise=self._rank.autocast is None))
             if not has_lists:
                 notes.append(tune_convolutions(self._rank, objective, samples))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.schema import RunConfig, TrainSection
 from slurm_train.data.mapstyle import MapStyleSource
+from slurm_train.errors import ConfigError
 from slurm_train.models.objective import Objective
 from slurm_train.train import evaluate
 from slurm_train.train.evaluate import Evaluator, measures
@@ -101,6 +103,39 @@ def evaluated(
         Evaluator(rank=rank, objective=Objective(model), source=source).evaluate()
         sums.append(given[-1])
     return measures(sums, bytes_per_item=None)
+
+
+class Classes(Dataset[tuple[Tensor, int]]):
+    """Samples of three classes."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        return torch.eye(6)[number], number % 3
+
+
+class Head(nn.Linear):
+    """Gives probabilities when it does not train."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores = super().forward(inputs)
+        return scores if self.training else scores.softmax(-1)
+
+
+def test_what_is_odd_about_held_out_scores_is_said_once_and_a_label_without_a_score_is_refused() -> None:
+    said: list[str] = []
+    rank = make_rank(plan=BatchPlan.equal(local_size=6, ranks=1, accumulation=1))
+    display: Any = SimpleNamespace(say=said.append, show_evaluation=lambda *_, **__: None)
+    for num_scores in (3, 2):
+        source = MapStyleSource(Classes())
+        evaluator = Evaluator(rank=rank, objective=Objective(Head(6, num_scores)), source=source, display=display)
+        if num_scores == 2:
+            with pytest.raises(ConfigError, match="labels are 0 to 2, and the model gives 2 scores"):
+                evaluator.evaluate()
+            continue
+        assert evaluator.evaluate() == evaluator.evaluate()
+        assert ["in evaluation mode the scores are probabilities" in line for line in said] == [True]
 
 
 CUTS = [(1, 32), (2, 16), (4, 8), (3, 20)]
