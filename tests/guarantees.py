@@ -23,6 +23,9 @@ GUARANTEES: dict[str, str] = {
     "a job that is in the queue is never submitted twice": (
         "tests/launch/test_submission.py::test_a_job_that_is_in_the_queue_was_submitted_whatever_is_printed"
     ),
+    "no second job starts beside one of another cluster that may still run": (
+        "tests/cli/test_other_cluster.py::test_a_second_job_starts_only_beside_one_that_is_known_to_be_over"
+    ),
     "a flag typed for Slurm takes no GPU away": (
         "tests/launch/test_typed_flags.py::test_other_resources_leave_the_job_and_its_steps_their_gpus"
     ),
