@@ -57,7 +57,9 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
         check = require_submission if only_submits else None
         return multirun(flags, words, settings=settings, env=env, cwd=cwd, check=check)
     start = Start(words=words, env=env, say=note, accept=flags.accept, after=flags.after)
-    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel, shares=start.shares)
+    composed = settings.compose()
+    start.expect(composed.config)
+    plan = plan_run(composed, cwd=cwd, env=env, settle=settle_parallel, shares=start.shares)
     if only_submits:
         require_submission(plan.config)
     # os.path, since Path.exists raises where a folder above may not be entered.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -38,7 +39,7 @@ from slurm_train.slurm.job_limits import (
 from slurm_train.slurm.policy import Partition, chosen_partitions, duration_s, expedites_requeues, tres_gpus
 from slurm_train.slurm.records import unix_s
 from slurm_train.slurm.refusals import Refusal, TestVerdict
-from slurm_train.slurm.site import SiteFacts, gather_facts, login_name
+from slurm_train.slurm.site import SiteFacts, begin, gather_facts, login_name
 
 # Flags of batch scripts only; salloc does not know them, and an allocation is not requeued.
 _OF_BATCH = frozenset({"chdir", "output", "error", "open-mode", "requeue", "no-requeue", "export"})
@@ -225,6 +226,21 @@ class Outlook:
     """Why limits of accounting are not known; "" if they are, or if there are none."""
 
 
+Site = tuple[SiteFacts, Sequence[Mapping[str, str]]]
+"""What Slurm says of a site, and its reservations."""
+
+
+@functools.lru_cache(maxsize=1)
+def asked_of_site(commands: SlurmCommands) -> Callable[[], Site]:
+    """Begins to ask what `outlook_of` needs, once, and returns what waits for it.
+
+    Accounting takes as long to answer as a run to be planned, so whoever will need it calls this first.
+    """
+    reservations = begin(commands.show_reservations)
+    facts = begin(lambda: gather_facts(commands, user=login_name()))
+    return lambda: (facts(), reservations())
+
+
 def outlook_of(script: str, commands: SlurmCommands, *, start: str = "") -> Outlook:
     """Returns what comes of a job: without EnforcePartLimits and DenyOnLimit Slurm takes what it will never start.
 
@@ -236,8 +252,7 @@ def outlook_of(script: str, commands: SlurmCommands, *, start: str = "") -> Outl
     Raises:
         ClusterError: no answer from the controller.
     """
-    facts = gather_facts(commands, user=login_name())
-    reservations = commands.show_reservations()
+    facts, reservations = asked_of_site(commands)()
     remarks = []
     is_down = False
     for directives in read_components(script):

@@ -19,6 +19,7 @@ from slurm_train.errors import ClusterError, ConfigError, RunError
 from slurm_train.formatting import shorten
 from slurm_train.launch.acceptance import (
     acceptable_plan,
+    asked_of_site,
     exclude_flags,
     expedite_flags,
     refused_by,
@@ -74,6 +75,11 @@ class Start:
         self.commands = SlurmCommands(env)
         self.shares = NodeShares(self.commands, in_allocation="SLURM_JOB_ID" in env)
         """Slurm's answers about nodes, for the plan of the run."""
+
+    def expect(self, config: RunConfig) -> None:
+        """Begins to ask Slurm what a run will need when it is submitted, while it is planned."""
+        if config.cluster is not None and config.launch == "slurm" and self.commands.is_available():
+            asked_of_site(self.commands)
 
     def dependency(self, config: RunConfig, root: Path) -> str:
         """Returns sbatch's dependency on the runs in `after`, e.g. "afterok:12:13"; "" if all of them are finished.

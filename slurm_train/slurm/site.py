@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.allocation import NodeListError, parse_nodelist
-from slurm_train.slurm.commands import ControllerAway, SlurmCommands
+from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import (
     LINEAGE_SINCE,
     Association,
@@ -64,49 +66,67 @@ def login_name() -> str:
         return str(os.getuid())
 
 
+def begin(question: Callable[[], T]) -> Callable[[], T]:
+    """Begins to ask something, and returns what waits for the answer; a process that ends need not wait for it."""
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as err:
+            answer.set_exception(err)
+
+    try:
+        threading.Thread(target=ask, daemon=True).start()
+    except RuntimeError:
+        # No more threads here (`ulimit -u`).
+        ask()
+    return answer.result
+
+
 def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
-    """Returns what Slurm's commands say; a command that is missing or refuses is one of the problems.
+    """Returns what Slurm's commands say, all asked at once; one that is missing or refuses is one of the problems.
 
     Raises:
         ClusterError: sinfo does not answer, so that nothing is known.
     """
+    questions: dict[str, Callable[[], Any]] = {
+        "settings": commands.show_config,
+        "partitions": commands.show_partitions,
+        "accounts": lambda: commands.associations(user),
+        "QOS": commands.all_qos,
+    }
+    waiting = {subject: begin(question) for subject, question in questions.items()}
+    partitions = begin(commands.partitions)
     problems: list[str] = []
-    away: set[str] = set()
-
-    def ask(subject: str, question: Callable[[], T]) -> T | None:
+    answers: dict[str, Any] = {}
+    for subject, wait in waiting.items():
         try:
-            return question()
+            answers[subject] = wait()
         except ClusterError as err:
             problems.append(f"{subject}: {err.message}")
-            if isinstance(err, ControllerAway):
-                away.add(subject)
-            return None
-
-    settings = ask("settings", commands.show_config) or {}
-    partitions = commands.partitions()
-    records = ask("partitions", commands.show_partitions) or []
-    associations = ask("accounts", lambda: commands.associations(user)) or []
+    settings = answers.get("settings", {})
+    records = answers.get("partitions", [])
+    associations = answers.get("accounts", [])
     # The database writes names in lower case, scontrol as they were configured.
     cluster = settings.get("ClusterName", "").lower()
-    qos: list[Qos] = []
     parents: dict[str, str] = {}
-    if "accounts" in away:
-        # A database that does not answer keeps each question waiting.
-        problems.append("QOS: not asked, since accounting does not answer")
-    else:
-        qos = ask("QOS", commands.all_qos) or []
-        if any(_names_accounts(record) for record in records) and is_since(settings, LINEAGE_SINCE):
-            # Many sites show users their own accounts alone.
-            with contextlib.suppress(ClusterError):
-                parents = commands.account_parents(cluster)
+    if (
+        "accounts" in answers
+        and any(_names_accounts(record) for record in records)
+        and is_since(settings, LINEAGE_SINCE)
+    ):
+        # Many sites show users their own accounts alone.
+        with contextlib.suppress(ClusterError):
+            parents = commands.account_parents(cluster)
     of_this_cluster = [association for association in associations if association.cluster.lower() == cluster]
     return SiteFacts(
         settings=settings,
-        partitions=partitions,
+        partitions=partitions(),
         records=records,
         associations=of_this_cluster or associations,
         parents=parents,
-        qos=qos,
+        qos=answers.get("QOS", []),
         problems=problems,
     )
 

@@ -10,6 +10,7 @@ import pytest
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ClusterError
 from slurm_train.launch.acceptance import (
+    asked_of_site,
     exclude_flags,
     expedite_flags,
     outlook_of,
@@ -152,6 +153,7 @@ def test_what_delays_or_ends_a_job_is_a_remark() -> None:
         {"ReservationName": "mine", "StartTime": str(now_s - 60), "EndTime": str(now_s + 3600), "Flags": ""},
         {"ReservationName": "m", "StartTime": str(now_s + 3600), "EndTime": str(now_s + 7200), "Flags": "MAINT,SPEC"},
     ]
+    asked_of_site.cache_clear()
     for limit_min, has_remark in ((50, False), (90, True)):
         remarks = outlook_of(script("reservation=mine", f"time={limit_min}"), commands).remarks
         assert ["jobs of reservation mine" in remark for remark in remarks] == [True] * has_remark
@@ -171,7 +173,7 @@ def test_limits_that_slurm_hides_are_unknown_where_they_hold(tmp_path: Path) -> 
     commands = SlurmCommands({"PATH": programs.path})
     assert outlook_of(script(), commands).unknown == ""
     (tmp_path / "bin" / "config.out").write_text("AccountingStorageEnforce = associations,limits\n")
-    assert outlook_of(script(), commands).unknown
+    assert outlook_of(script(), SlurmCommands({"PATH": programs.path})).unknown
 
 
 def test_a_refusal_of_several_partitions_is_explained_by_the_largest() -> None:
