@@ -203,26 +203,36 @@ def _unreached_rank_0(job: Job) -> Iterator[Finding]:
         reach = any(trouble.reached for trouble in blocked)
         seen = f"no other node reaches rank 0 at {first.address}:{first.port}: {first.error}"
         seen += "; they reach each other" if reach else ""
-        elsewhere, hint = _answer_elsewhere(blocked)
-        yield error("PORT_BLOCKED", master, seen + elsewhere, blames=reach and not elsewhere, hint=hint)
+        code, elsewhere, hint = _answer_elsewhere(node, blocked)
+        yield error(code, master, seen + elsewhere, blames=reach and not elsewhere, hint=hint)
         return
     for trouble in blocked:
         reachability = f"; it reaches {shorten(trouble.reached)}" if trouble.reached else ""
         reachability += f"; it does not reach {shorten(trouble.unreached)}" if trouble.unreached else ""
         # Another node has connected to rank 0, and this one reaches none.
         is_alone = bool({rank.node for rank in job.ranks} - {master, trouble.node}) and not trouble.reached
-        elsewhere, hint = _answer_elsewhere([trouble])
+        code, elsewhere, hint = _answer_elsewhere(node, [trouble])
         seen = f"does not reach rank 0 at {trouble.address}:{trouble.port} ({master}): {trouble.error}{reachability}"
-        yield error("PORT_BLOCKED", trouble.node, seen + elsewhere, blames=is_alone and not elsewhere, hint=hint)
+        yield error(code, trouble.node, seen + elsewhere, blames=is_alone and not elsewhere, hint=hint)
 
 
-def _answer_elsewhere(blocked: Sequence[Trouble]) -> tuple[str, str]:
-    """Returns at which interface rank 0 answers all of these nodes, in words, and the setting for it; "" for none."""
+def _answer_elsewhere(node: NodeFacts, blocked: Sequence[Trouble]) -> tuple[str, str, str]:
+    """Returns the code of a rank 0 that is not reached, at which of its interfaces it is, in words, and the setting.
+
+    Args:
+        node: of rank 0.
+        blocked: the nodes that do not reach it, all at one address.
+    """
     for interface, address in blocked[0].answers.items():
-        if all(trouble.answers.get(interface) == address for trouble in blocked):
-            hint = f"set cluster.rendezvous_address={interface}, or open the ports between the nodes"
-            return f"; its {interface} ({address}) answers", hint
-    return "", ""
+        if any(trouble.answers.get(interface) != address for trouble in blocked):
+            continue
+        words = f"; its {interface} ({address}) answers"
+        if node.gloo_interface and blocked[0].address == node.gloo_address:
+            announced = f"; gloo would announce {node.gloo_interface}, too"
+            return "WRONG_INTERFACE", announced + words, f"set cluster.network_interface={interface}"
+        hint = f"set cluster.rendezvous_address={interface}, or open the ports between the nodes"
+        return "PORT_BLOCKED", words, hint
+    return "PORT_BLOCKED", "", ""
 
 
 def _taken_port(job: Job) -> Iterator[Finding]:

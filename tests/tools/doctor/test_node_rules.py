@@ -168,6 +168,11 @@ ROWS: list[tuple[str, tuple[str, bool], str, Fault, str]] = [
      "does not reach rank 0 at 10.0.0.1:20001 (node1): timed out; it does not reach node2; its ib0 (10.9.0.1) answers"),
     ("PORT_BLOCKED", ERROR, "node1", trouble("node2", "node3", reached=["another"], answers={"ib0": "10.9.0.1"}),
      "no other node reaches rank 0 at 10.0.0.1:20001: timed out; they reach each other; its ib0 (10.9.0.1) answers"),
+    ("WRONG_INTERFACE", ERROR, "node1", both(
+        node("node1", addresses={"eth0": "10.0.0.1", "ib0": "10.9.0.1"}, gloo_interface="ib0"),
+        trouble("node2", "node3", address="10.9.0.1", answers={"eth0": "10.0.0.1"})),
+     "no other node reaches rank 0 at 10.9.0.1:20001: timed out; gloo would announce ib0, too; its eth0 (10.0.0.1) "
+     "answers"),
     ("PORT_BLOCKED", BLAMES, "node1", trouble("node2", "node3", reached=["another"]),
      "no other node reaches rank 0 at 10.0.0.1:20001: timed out; they reach each other"),
     ("PORT_BLOCKED", BLAMES, "node3",
