@@ -138,9 +138,11 @@ class Evaluator:
         batch = self._on_device(batch)
         self._seed(0)
         before = (stream_positions(), positions_of(self._own))
-        with in_precision(self.rank.device, self.rank.forward_autocast):
-            self._sums_of(batch)
-        is_moved = (stream_positions(), positions_of(self._own)) != before
+        # A model may count its batches.
+        with preserved(self.objective.model):
+            with in_precision(self.rank.device, self.rank.forward_autocast):
+                self._sums_of(batch)
+            is_moved = (stream_positions(), positions_of(self._own)) != before
         return is_moved or (collates_at_random is not None and collates_at_random(numbers))
 
     def _seed(self, first: int) -> None:

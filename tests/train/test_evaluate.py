@@ -176,6 +176,21 @@ def test_masks_of_a_collate_function_depend_on_the_samples_alone(owns: bool, mon
     assert plain["eval_loss"] != pytest.approx(found[0]["eval_loss"], rel=1e-3)
 
 
+class Counting(Denoiser):
+    """Its loss depends on how many batches it has seen since the evaluation began."""
+
+    num_seen = 0
+
+    def training_loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+        self.num_seen += 1
+        return torch.tensor(float(self.num_seen)), 1
+
+
+def test_a_model_that_counts_its_batches_counts_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = evaluated(Counting(), ranks=1, local_size=32, monkeypatch=monkeypatch)
+    assert found["eval_loss"] == (1 + 2 + 3) / 3
+
+
 def test_what_draws_nothing_is_evaluated_in_whole_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """And gives the mean that a plain loop gives."""
     model = Denoiser()
