@@ -165,8 +165,8 @@ def check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
         search: folders in which the class of `data._target_` is looked for, without importing it.
 
     Raises:
-        ConfigError: wrong arguments, a run that calls no callbacks, or a callback that compares evaluations in a run
-            that makes none.
+        ConfigError: wrong arguments, a run that calls no callbacks, a callback that compares a measure of which nobody
+            says what is better, or that compares evaluations in a run that makes none.
     """
     if not config.callbacks:
         return
@@ -180,8 +180,14 @@ def check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
         if str(callback.get(TARGET, "slurm_train.")).startswith("slurm_train.")
     ]
     built = build_callbacks(shipped).values()
-    compares = any(isinstance(callback, Monitor) and not callback.follower for callback in built)
-    if not compares:
+    monitors = [callback for callback in built if isinstance(callback, Monitor)]
+    for monitor in monitors:
+        if not monitor.is_told:
+            raise ConfigError(
+                f"a callback compares {monitor.monitor}, whose name does not say whether more or less of it is better",
+                hint=f"add mode:max to monitor:{monitor.monitor} if more is better, else mode:min",
+            )
+    if all(monitor.follower for monitor in monitors):
         return
     if not (config.train.evaluate and config.train.eval_every_steps):
         raise ConfigError(
@@ -245,7 +251,7 @@ class Monitor(Callback):
         follower: the measure is one that `evaluate --follow` gives to checkpoints, and not the training's own.
 
     Raises:
-        ConfigError: a wrong value, or the name of the measure does not say what is better.
+        ConfigError: a wrong value.
     """
 
     def __init__(self, *, monitor: str, mode: str, follower: bool = False) -> None:
@@ -256,12 +262,11 @@ class Monitor(Callback):
         if not isinstance(follower, bool):
             raise ConfigError(f"follower must be true or false, got {follower!r}", hint="see docs/callbacks.md")
         self.monitor = monitor
-        self.mode = direction_of(monitor) if mode == "auto" else mode
-        if not self.mode:
-            raise ConfigError(
-                f"a callback compares {monitor}, whose name does not say whether more or less of it is better",
-                hint=f"add mode:max to monitor:{monitor} if more is better, else mode:min",
-            )
+        direction = direction_of(monitor) if mode == "auto" else mode
+        self.is_told = bool(direction)
+        """Whether the mode or the name says what is better; a run is submitted only then (`check_callbacks`)."""
+        # A run that began when "min" was the default goes on as it began.
+        self.mode = direction or "min"
         self.sign = 1.0 if self.mode == "min" else -1.0
         self.follower = follower
         self.measured: Measured | None = None

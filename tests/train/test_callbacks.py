@@ -17,16 +17,18 @@ from torch import nn
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import load_rank_state, read_model
 from slurm_train.checkpoint.verify import Kept, find_kept, newest_verified, read_manifest
+from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.data.prepare import PrepareOptions, prepare
 from slurm_train.errors import ConfigError
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.scores import Score, append_score
-from slurm_train.train.callbacks import BestCheckpoint, EarlyStopping, build_callbacks
+from slurm_train.train.callbacks import BestCheckpoint, EarlyStopping, build_callbacks, check_callbacks
 from slurm_train.train.continuity import Measured
 from slurm_train.train.evaluate import check_measures
 from tests.support.ranks import make_rank
+from tests.support.refusals import refusal
 from tests.support.small_checkpoints import make_checkpoint
 from tests.train.small_runs import (
     assert_same_steps,
@@ -491,10 +493,6 @@ def test_the_best_by_the_scores_of_a_follower_stays_whenever_it_is_scored(tmp_pa
     [
         ({"_target_": f"{SHIPPED}.EarlyStopping", "patience": 0}, "patience must be a whole number, at least 1, got 0"),
         ({"_target_": f"{SHIPPED}.EarlyStopping", "mode": "less"}, "mode must be min, max or auto, got 'less'"),
-        (
-            {"_target_": f"{SHIPPED}.BestCheckpoint", "monitor": "eval_pck"},
-            "a callback compares eval_pck, whose name does not say whether more or less of it is better",
-        ),
         ({"_target_": f"{SHIPPED}.ProfilerWindow", "ranks": 3}, "ranks must be a list, got 3"),
         ({"_target_": f"{SHIPPED}.TextSamples", "prompts": 3}, "prompts must be a list, got 3"),
         ({"_target_": f"{SHIPPED}.EMA", "decay": 1.0}, "decay must be a number, at least 0 and below 1, got 1.0"),
@@ -507,6 +505,15 @@ def test_what_is_no_callback_or_has_wrong_values_is_refused(callback: dict[str, 
     with pytest.raises(ConfigError) as error:
         build_callbacks([callback])
     assert message in error.value.message and error.value.hint
+
+
+def test_a_measure_of_which_nobody_says_what_is_better_is_refused_at_the_submission_alone() -> None:
+    best = {"_target_": f"{SHIPPED}.BestCheckpoint", "monitor": "eval_pck"}
+    error = refusal(ConfigError, check_callbacks, build_config(RunConfig, {"callbacks": [best]}), search=[])
+    assert "eval_pck" in error.message and "mode:max" in error.hint
+    # A rank of a run that began before goes on with what was the default.
+    (built,) = build_callbacks([best]).values()
+    assert built.mode == "min"  # type: ignore[attr-defined]
 
 
 def test_a_measure_that_evaluations_do_not_give_is_named() -> None:
