@@ -15,10 +15,10 @@ import yaml
 
 from slurm_train.config.compose import compose
 from slurm_train.config.words import Words
-from slurm_train.estimate.choice import settle_parallel
-from slurm_train.estimate.estimate import estimate_run
-from slurm_train.launch.plan import plan_run
 from slurm_train.models.gpt import GPT
+from slurm_train.plan.choice import settle_parallel
+from slurm_train.plan.plan import plan_run
+from slurm_train.plan.speed import estimate_run
 from slurm_train.train.metrics import PEAK_FLOPS, flops_per_token
 
 REPOSITORY = Path(__file__).resolve().parents[1]

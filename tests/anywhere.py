@@ -32,9 +32,9 @@ TESTS = (
     "tests/cli/test_plan_verb.py::test_json_holds_all_of_it_and_nothing_else_is_printed",
     "tests/config/test_site_profile.py",
     "tests/end_to_end/test_run_on_slurm.py::test_a_node_that_does_not_see_the_run_is_named",
-    "tests/launch/test_batch_script.py",
-    "tests/launch/test_snapshot.py",
-    "tests/launch/test_submission.py",
+    "tests/request/test_batch_script.py",
+    "tests/code/test_snapshot.py",
+    "tests/request/test_submission.py",
     "tests/slurm/test_slurm_commands_real.py",
 )
 _USER = "nobody"

@@ -18,22 +18,22 @@ GUARANTEES: dict[str, str] = {
         f"{_END}_main_path_here.py::test_a_run_is_stopped_continued_exported_and_swept"
     ),
     "sbatch gets the script as it is": (
-        "tests/launch/test_submission.py::test_sbatch_gets_the_script_as_it_is_and_its_answer_is_read"
+        "tests/request/test_submission.py::test_sbatch_gets_the_script_as_it_is_and_its_answer_is_read"
     ),
     "a job that is in the queue is never submitted twice": (
-        "tests/launch/test_submission.py::test_a_job_that_is_in_the_queue_was_submitted_whatever_is_printed"
+        "tests/request/test_submission.py::test_a_job_that_is_in_the_queue_was_submitted_whatever_is_printed"
     ),
     "no second job starts beside one of another cluster that may still run": (
         "tests/cli/test_other_cluster.py::test_a_second_job_starts_only_beside_one_that_is_known_to_be_over"
     ),
     "a flag typed for Slurm takes no GPU away": (
-        "tests/launch/test_typed_flags.py::test_other_resources_leave_the_job_and_its_steps_their_gpus"
+        "tests/request/test_typed_flags.py::test_other_resources_leave_the_job_and_its_steps_their_gpus"
     ),
     "what a program reads of the shell, and its job lacks, is named": (
-        "tests/launch/test_shell_variables.py::test_what_a_program_reads_from_its_environment_is_found"
+        "tests/plan/test_shell_variables.py::test_what_a_program_reads_from_its_environment_is_found"
     ),
     "the code that runs is the code that was submitted": (
-        "tests/launch/test_snapshot.py::test_whatever_touches_a_copy_is_found_and_named"
+        "tests/code/test_snapshot.py::test_whatever_touches_a_copy_is_found_and_named"
     ),
     "the login half imports without torch": "tests/test_architecture.py::test_the_login_half_imports_no_torch",
     # Coming back.

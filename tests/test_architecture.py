@@ -27,12 +27,11 @@ LAYERS = [
     {"verbs"},
     {"config"},
     {"slurm", "rundir"},
-    {"status"},
-    {"distributed"},
+    {"status", "code", "distributed"},
     {"models", "data", "checkpoint", "metrics"},
-    {"launch"},
-    {"supervise", "session"},
-    {"train", "estimate", "adapters"},
+    {"plan", "session"},
+    {"request"},
+    {"start", "supervise", "train", "adapters"},
     {"tools"},
     {"worker"},
     {"cli"},
@@ -41,7 +40,8 @@ LAYERS = [
 
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
 TORCH_FREE_ROOMS = (
-    *("config", "slurm", "rundir", "launch", "supervise", "worker", "cli", "status", "estimate", "tools", "session"),
+    *("config", "slurm", "rundir", "status", "code", "plan", "request", "start", "supervise", "worker", "cli"),
+    *("tools", "session"),
     *("tools.devcluster", "tools.doctor", "tools.report", "tools.scaling", "tools.site", "tools.completion"),
 )
 TORCH_FREE_MODULES = (
@@ -65,15 +65,15 @@ TORCH_FREE_MODULES = (
     "tools.trackers.follow",
 )
 
-SUBMITIT = {"launch.submission"}
+SUBMITIT = {"request.submission"}
 SLURM_COMMANDS = ("squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "srun", "sacctmgr", "salloc")
 # Only these may hold a Slurm command as a word of a command line.
 COMMAND_WORDS = {
     # srun there reads its flags and its help, and runs nothing.
     "slurm.commands": {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "sacctmgr", "srun"},
-    "launch.submission": {"sbatch"},
-    "launch.batch_script": {"srun"},
-    "launch.acceptance": {"salloc"},
+    "request.submission": {"sbatch"},
+    "request.batch_script": {"srun"},
+    "request.acceptance": {"salloc"},
     "supervise.ranks": {"srun"},
     # A value of cluster.launcher.
     "config.schema": {"srun"},
@@ -472,7 +472,7 @@ def test_the_wheel_holds_nothing_else(wheel: list[str]) -> None:
 
 # What each rule must find in a tree that breaks it: file, text, and the finding.
 BREACHES = [
-    ("imports go down only", "launch/a.py", "from slurm_train.train import loop\n", "launch.a imports train"),
+    ("imports go down only", "plan/a.py", "from slurm_train.train import loop\n", "plan.a imports train"),
     ("imports go down only", "config/a.py", "def f():\n    from slurm_train import cli\n", "config.a imports cli"),
     ("imports go down only", "rundir/a.py", "from slurm_train.slurm import states\n", "rundir.a imports slurm"),
     (
@@ -518,29 +518,29 @@ BREACHES = [
         "supervise.ranks runs sbatch",
     ),
     ("one module installs the ranks' signal handlers", "train/a.py", "import signal\nsignal.signal(1, f)\n", "train.a"),
-    ("the environment is read at the entry points", "launch/a.py", "import os\nx = os.environ['A']\n", "launch.a"),
+    ("the environment is read at the entry points", "plan/a.py", "import os\nx = os.environ['A']\n", "plan.a"),
     ("no command goes through a shell", "slurm/a.py", "run('x', shell=True)\n", "slurm.a"),
     ("no command goes through a shell", "slurm/a.py", "import os\nos.system('x')\n", "slurm.a"),
     (
         "every error says what to do",
-        "launch/a.py",
+        "plan/a.py",
         "class E(SlurmTrainError): pass\nclass F(E): pass\ndef f(): raise F('x')\n",
-        "launch.a:3 makes an error without a hint",
+        "plan.a:3 makes an error without a hint",
     ),
     (
         "every error says what to do",
-        "launch/a.py",
+        "plan/a.py",
         "class E(SlurmTrainError):\n    def __init__(self):\n        super().__init__('x')\n",
-        "launch.a:3 makes an error without a hint",
+        "plan.a:3 makes an error without a hint",
     ),
     (
         "every error says what to do",
-        "launch/a.py",
+        "plan/a.py",
         "def f(x): return SlurmTrainError('x', hint='y' if x else '')\n",
-        "launch.a:1 makes an error without a hint",
+        "plan.a:1 makes an error without a hint",
     ),
     ("one module makes meshes", "train/a.py", "m = init_device_mesh('cpu', (2,))\n", "train.a"),
-    ("one module removes folders", "launch/a.py", "import shutil\nshutil.rmtree('x')\n", "launch.a"),
+    ("one module removes folders", "plan/a.py", "import shutil\nshutil.rmtree('x')\n", "plan.a"),
     ("no vague names", "train/utils.py", "", "train.utils"),
 ]
 

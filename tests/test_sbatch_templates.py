@@ -1,4 +1,4 @@
-"""The shell programs that nodes run; the batch scripts themselves are checked as they are rendered (tests/launch)."""
+"""The shell programs that nodes run; the batch scripts themselves are checked as they are rendered (tests/request)."""
 
 from __future__ import annotations
 

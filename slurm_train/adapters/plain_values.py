@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slurm_train.launch.imports import is_installed
+from slurm_train.code.imports import is_installed
 
 # Their constructors keep what they are given.
 _CLASSES = {

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import note
 from slurm_train.errors import RunError
-from slurm_train.launch.cancel import cancel_run, cancel_sweep
 from slurm_train.rundir.lookup import find_runs, find_sweep
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.start.cancel import cancel_run, cancel_sweep
 
 
 def main(words: Sequence[str]) -> int:

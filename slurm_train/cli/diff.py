@@ -16,12 +16,12 @@ from typing import Any
 
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import BOLD, painted, takes_escapes
+from slurm_train.code.git import read_git
+from slurm_train.code.provenance import EnvironmentChange, environment_changes, environment_of, read_environment
+from slurm_train.code.snapshot import Code, FileChange, compare_code, index_code, read_index, read_source
 from slurm_train.config.frozen import differences, in_words, load_config
 from slurm_train.config.words import read_names
 from slurm_train.errors import ConfigError, RunError
-from slurm_train.launch.git import read_git
-from slurm_train.launch.provenance import EnvironmentChange, environment_changes, environment_of, read_environment
-from slurm_train.launch.snapshot import Code, FileChange, compare_code, index_code, read_index, read_source
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory

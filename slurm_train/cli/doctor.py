@@ -94,7 +94,7 @@ def _view_site(commands: SlurmCommands) -> SiteView:
 
 def _refusal_of_filter(facts: SiteFacts, commands: SlurmCommands) -> str:
     """Returns the message with which a submit filter refuses a plain job; "" where it does not or there is none."""
-    from slurm_train.launch.acceptance import slurm_verdict
+    from slurm_train.request.acceptance import slurm_verdict
 
     if facts.settings.get("JobSubmitPlugins", "(null)") == "(null)":
         return ""
@@ -136,12 +136,12 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
         ClusterError: no Slurm here, or it refuses the job.
         ConfigError: the settings ask for no cluster.
     """
+    from slurm_train.code.snapshot import read_source
     from slurm_train.config.compose import compose
     from slurm_train.config.words import Words
-    from slurm_train.launch.acceptance import require_slurm
-    from slurm_train.launch.plan import plan_run
-    from slurm_train.launch.snapshot import read_source
-    from slurm_train.launch.start import Start
+    from slurm_train.plan.plan import plan_run
+    from slurm_train.request.acceptance import require_slurm
+    from slurm_train.start.start import Start
 
     cwd = working_folder(env)
     plan = plan_run(compose(Words(overrides=[*_DEFAULT_SETTINGS, *settings, *_FIXED_SETTINGS])), cwd=cwd, env=env)

@@ -30,10 +30,18 @@ from slurm_train.cli.preview import check_inputs
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.start import start_run
 from slurm_train.cli.terminal import answer, note
+from slurm_train.code.imports import import_from_snapshot
+from slurm_train.code.snapshot import Source, read_source
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_DONE, ConfigError, require_all
 from slurm_train.formatting import shorten
-from slurm_train.launch.evaluation import (
+from slurm_train.plan.plan import RunPlan
+from slurm_train.rundir.files import read_json, to_json
+from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.node_disk import kernel_variables
+from slurm_train.rundir.paths import RunDirectory, find_save
+from slurm_train.slurm.job_variables import node_name
+from slurm_train.start.evaluation import (
     enter_run,
     evaluations_of_other_samples,
     is_for_slurm,
@@ -45,16 +53,8 @@ from slurm_train.launch.evaluation import (
     plan_texts,
     require_trainer,
 )
-from slurm_train.launch.imports import import_from_snapshot
-from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.snapshot import Source, read_source
-from slurm_train.launch.start import Start
-from slurm_train.launch.write import require_writable
-from slurm_train.rundir.files import read_json, to_json
-from slurm_train.rundir.lookup import find_run
-from slurm_train.rundir.node_disk import kernel_variables
-from slurm_train.rundir.paths import RunDirectory, find_save
-from slurm_train.slurm.job_variables import node_name
+from slurm_train.start.start import Start
+from slurm_train.start.write import require_writable
 from slurm_train.status.following import MOST_WAITING, summary_of
 
 

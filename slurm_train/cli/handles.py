@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, overload
 from slurm_train.cli.run import begin
 from slurm_train.cli.terminal import quiet
 from slurm_train.errors import EXIT_DONE, RunError, TimedOutError
-from slurm_train.launch.cancel import cancel_run, cancel_sweep
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.lookup import find_run, find_sweep, root_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.start.cancel import cancel_run, cancel_sweep
 from slurm_train.status.logs import choose_log
 from slurm_train.status.run_status import RunStatus, until_over
 from slurm_train.status.selection import build_surveyor

@@ -23,13 +23,14 @@ from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.formatting import count
-from slurm_train.launch.plan import describe
+from slurm_train.plan.plan import describe
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.status.failure import find_failure
 from slurm_train.status.logs import choose_log
+from slurm_train.supervise.main import supervise_here
 from slurm_train.supervise.supervisor import on_stop
-from slurm_train.worker.attempt import supervise_here
+from slurm_train.tools.trackers import build_trackers
 
 _LOOK_S = 0.2
 
@@ -40,7 +41,7 @@ def train_here(run: RunDirectory, config: RunConfig, *, world_size: int, env: Ma
     Raises:
         RunError: the run is active already.
     """
-    code = supervise_here(run, config, world_size=world_size, env=env)
+    code = supervise_here(run, config, world_size=world_size, env=env, build_trackers=build_trackers)
     try:
         failure = find_failure(run, max(existing_attempts(run), default=0))
     except OSError:

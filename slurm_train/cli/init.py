@@ -17,7 +17,7 @@ from slurm_train.cli.terminal import note
 from slurm_train.config.site_profile import user_config_dir
 from slurm_train.config.site_schema import GROUP, SiteFile
 from slurm_train.errors import ClusterError, ConfigError
-from slurm_train.launch.acceptance import require_slurm
+from slurm_train.request.acceptance import require_slurm
 from slurm_train.rundir.files import write_atomic
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.refusals import TestVerdict
@@ -84,7 +84,7 @@ def _ask(question: Question) -> str:
 
 def _try(site: SiteFile, facts: SiteFacts, commands: SlurmCommands) -> tuple[SiteFile, list[str]]:
     """Returns the site file as Slurm accepts it, and what it does not accept; prints the latter."""
-    from slurm_train.launch.acceptance import slurm_verdict
+    from slurm_train.request.acceptance import slurm_verdict
 
     def ask(script: str) -> TestVerdict:
         return slurm_verdict(script, commands)

@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any
 from slurm_train.cli.preview import check_inputs, take_inputs, warn_unexported_keys
 from slurm_train.cli.start import start_sweep, wait_for_sweep
 from slurm_train.cli.terminal import note
+from slurm_train.code.snapshot import names_own_code, read_source, source_notes
 from slurm_train.config.compose import Point, read_points, unquoted
 from slurm_train.config.words import Words, split_word
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, StudyError
-from slurm_train.estimate.choice import settle_parallel
 from slurm_train.formatting import as_float, shorten
-from slurm_train.launch.plan import SweepPlan, plan_sweep
-from slurm_train.launch.preview import plan_rows, source_notes
-from slurm_train.launch.snapshot import names_own_code, read_source
-from slurm_train.launch.start import Start
-from slurm_train.launch.write import require_writable
+from slurm_train.plan.choice import settle_parallel
+from slurm_train.plan.plan import SweepPlan, plan_sweep
+from slurm_train.plan.preview import plan_rows
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.start.start import Start
+from slurm_train.start.write import require_writable
 
 if TYPE_CHECKING:
+    from slurm_train.code.snapshot import Source
     from slurm_train.config.hydra import HydraSettings
     from slurm_train.config.schema import RunConfig
-    from slurm_train.launch.snapshot import Source
     from slurm_train.rundir.sweep import SweepDirectory
 
 _SHOWN_VALUES = 3
@@ -133,7 +133,7 @@ class _TypedSweep:
 
 def _start(start: Start, plan: SweepPlan, source: Source, *, wait: bool) -> int:
     """Submits or trains what is missing of a sweep, and returns the exit code; with `wait` when all runs have ended."""
-    from slurm_train.launch.start_sweep import prepare_sweep
+    from slurm_train.start.start_sweep import prepare_sweep
 
     code = start_sweep(prepare_sweep(start, plan, source))
     if not plan.uses_cluster:

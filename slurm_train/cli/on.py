@@ -38,11 +38,11 @@ from zipfile import ZipFile
 
 from slurm_train import __version__
 from slurm_train.cli.terminal import note
+from slurm_train.code.git import SENT_FILE, read_git
+from slurm_train.code.imports import import_roots, own_paths
+from slurm_train.code.snapshot import plan_files
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError
-from slurm_train.launch.git import SENT_FILE, read_git
-from slurm_train.launch.imports import import_roots, own_paths
-from slurm_train.launch.snapshot import plan_files
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.removal import remove_tree
 from slurm_train.trust import is_own_folder, trusted_owners

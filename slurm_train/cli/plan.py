@@ -16,15 +16,15 @@ from slurm_train.cli.terminal import note, working_folder
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.formatting import byte_size, count, share, shorten, table
-from slurm_train.launch.placement import TABLE_HEADER, table_rows, topology_text
-from slurm_train.launch.plan import RunPlan, plan_run
-from slurm_train.launch.preview import plan_rows
+from slurm_train.plan.placement import TABLE_HEADER, table_rows, topology_text
+from slurm_train.plan.plan import RunPlan, plan_run
+from slurm_train.plan.preview import plan_rows
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
     from slurm_train.config.schema import RunConfig
-    from slurm_train.estimate.estimate import Speed
-    from slurm_train.estimate.when import Option
+    from slurm_train.plan.speed import Speed
+    from slurm_train.plan.when import Option
     from slurm_train.slurm.refusals import TestVerdict
     from slurm_train.slurm.site import SiteFacts
 
@@ -97,7 +97,7 @@ def _check_flags(flags: Words) -> None:
 
 def _plan_run(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -> int:
     """Prints what becomes of one run; with --ranks only where its ranks are."""
-    from slurm_train.estimate.choice import settle_parallel
+    from slurm_train.plan.choice import settle_parallel
 
     flags = settings.words
     plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel)
@@ -108,7 +108,7 @@ def _plan_run(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -> 
         print_rows(plan_rows(plan))
         print(table(TABLE_HEADER, table_rows(plan.layout, plan.world)))
         return 0
-    from slurm_train.estimate.estimate import estimate_run
+    from slurm_train.plan.speed import estimate_run
 
     measured = _measure(plan, env, cwd) if flags.measure else None
     estimate = estimate_run(plan, facts=_site_facts(plan, env), env=env, measured=measured)
@@ -156,8 +156,8 @@ class _JobPreview:
 
 def _preview_job(plan: RunPlan, env: Mapping[str, str]) -> _JobPreview:
     """Returns the job that a submission would make: where Slurm refuses the chosen CPUs, it is one without them."""
-    from slurm_train.launch.acceptance import without_chosen_cpus
-    from slurm_train.launch.batch_script import render_script
+    from slurm_train.request.acceptance import without_chosen_cpus
+    from slurm_train.request.batch_script import render_script
 
     script = render_script(plan)
     slurm = _ask_slurm(script, env, plan)
@@ -175,13 +175,13 @@ def _preview_job(plan: RunPlan, env: Mapping[str, str]) -> _JobPreview:
 
 def _say_dependency(after: Sequence[str], plan: RunPlan, env: Mapping[str, str]) -> None:
     if after:
-        from slurm_train.launch.start import Start
+        from slurm_train.start.start import Start
 
         Start(words=(), env=env, say=note, after=after).dependency(plan.config, plan.run.path.parent.parent)
 
 
 def _say_variables(plan: RunPlan, env: Mapping[str, str]) -> None:
-    from slurm_train.launch.shell_variables import variable_notes
+    from slurm_train.plan.shell_variables import variable_notes
 
     for line in variable_notes(plan.config, cwd=Path(plan.directory), env=env):
         note(line)
@@ -210,8 +210,8 @@ def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any]
 
     from slurm_train.config.batch import largest_local_size
     from slurm_train.config.frozen import dump_config
-    from slurm_train.estimate.cards import has_gpus, in_half
-    from slurm_train.estimate.memory import GptShape
+    from slurm_train.plan.cards import has_gpus, in_half
+    from slurm_train.plan.memory import GptShape
 
     config = plan.config
     if not config.trains or config.model is None or not plan.layout.is_replicated:
@@ -261,8 +261,8 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
     Raises:
         ConfigError: the amount is no positive number, or nothing fits.
     """
-    from slurm_train.estimate.layouts import BETWEEN_NODES, FLOPS, INSIDE_NODE, suggest_layouts
-    from slurm_train.launch.placement import plan_world
+    from slurm_train.plan.layouts import BETWEEN_NODES, FLOPS, INSIDE_NODE, suggest_layouts
+    from slurm_train.plan.placement import plan_world
 
     if not memory.replace(".", "", 1).isdecimal() or not 0 < float(memory) < 1e6:
         raise ConfigError(
@@ -299,9 +299,9 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
 def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[str, str], cwd: Path) -> int:
     """Prints the sweep's table, and the script of each array to stdout."""
     from slurm_train.cli.multirun import plan_words
-    from slurm_train.estimate.estimate import sweep_rows
-    from slurm_train.launch.arrays import cut_arrays, max_array_size, refuses_arrays, render_array
-    from slurm_train.launch.batch_script import render_script
+    from slurm_train.plan.speed import sweep_rows
+    from slurm_train.request.arrays import cut_arrays, max_array_size, refuses_arrays, render_array
+    from slurm_train.request.batch_script import render_script
     from slurm_train.slurm.commands import SlurmCommands
 
     plan = plan_words(settings=settings, env=env, cwd=cwd)
@@ -346,8 +346,8 @@ def _when(settings: HydraSettings, sizes: str, *, env: Mapping[str, str], cwd: P
         ConfigError: there is no cluster, nodes are uneven, or the sizes are none.
         ClusterError: there is no Slurm.
     """
-    from slurm_train.estimate.estimate import estimate_run
-    from slurm_train.estimate.when import HEADER, START_S, limits_of, read_sizes, rows_of
+    from slurm_train.plan.speed import estimate_run
+    from slurm_train.plan.when import HEADER, START_S, limits_of, read_sizes, rows_of
 
     numbers = read_sizes(sizes)
     typed = plan_run(settings.compose(), cwd=cwd, env=env)
@@ -392,8 +392,8 @@ class _JobSizes:
         """Returns when the run would start and end with this size and limit, or why it cannot."""
         import time
 
-        from slurm_train.estimate.when import Option, option_of, pace_of
-        from slurm_train.launch.batch_script import render_script
+        from slurm_train.plan.when import Option, option_of, pace_of
+        from slurm_train.request.batch_script import render_script
         from slurm_train.rundir.timing import warning_lead_s
         from slurm_train.slurm.records import unix_s
 
@@ -424,7 +424,7 @@ class _JobSizes:
         )
 
     def _plan(self, num_nodes: int, limit_min: int | None) -> RunPlan:
-        from slurm_train.estimate.choice import settle_parallel
+        from slurm_train.plan.choice import settle_parallel
 
         words = [f"cluster.nodes={num_nodes}"]
         config = self.typed.config
@@ -446,7 +446,7 @@ def _without_time(overrides: Sequence[str], words: Sequence[str]) -> list[str]:
 
 def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, Any]:
     """Returns what Slurm "says" about a script, in words, and where there is a verdict what it holds."""
-    from slurm_train.launch.acceptance import (
+    from slurm_train.request.acceptance import (
         advice,
         outlook_of,
         refused_by,

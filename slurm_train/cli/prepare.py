@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_train.cli.terminal import note
+from slurm_train.code.hub import HubFiles, fetch_hub_files, pin_path
 from slurm_train.data.prepare import PrepareOptions, ends_in_words, note_of_begin, notes_of, prepare
 from slurm_train.errors import EXIT_DONE
-from slurm_train.launch.hub import HubFiles, fetch_hub_files, pin_path
 from slurm_train.verbs import parse
 
 _MUCH_MORE = 2.0

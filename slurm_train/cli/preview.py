@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import note
+from slurm_train.code.job_python import python_notes, require_lasting_python
+from slurm_train.code.snapshot import Source, read_source, source_notes
 from slurm_train.config.schema import RunConfig, TrackSection
 from slurm_train.config.words import Words
 from slurm_train.errors import ConfigError
-from slurm_train.launch.drift import similar_run_notes
-from slurm_train.launch.inputs import fetch_inputs, refuse_missing_inputs, uses_this_python
-from slurm_train.launch.job_python import python_notes, require_lasting_python
-from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.preview import plan_rows, source_notes
-from slurm_train.launch.snapshot import Source, read_source
-from slurm_train.launch.write import require_writable
+from slurm_train.plan.plan import RunPlan
+from slurm_train.plan.preview import plan_rows
 from slurm_train.slurm.job_variables import exported
+from slurm_train.start.drift import similar_run_notes
+from slurm_train.start.inputs import fetch_inputs, refuse_missing_inputs, uses_this_python
+from slurm_train.start.write import require_writable
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings

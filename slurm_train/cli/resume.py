@@ -19,23 +19,23 @@ from slurm_train.cli.preview import print_rows
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.start import start_run, start_sweep
 from slurm_train.cli.terminal import answer, note, working_folder
+from slurm_train.code.hub import HubFiles, fetch_hub_files, pin_hub_files
+from slurm_train.code.job_python import gone_python
+from slurm_train.code.snapshot import read_source, require_sealed, source_notes
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.words import read_names
 from slurm_train.errors import EXIT_DONE, RunError
-from slurm_train.estimate.choice import settle_parallel
-from slurm_train.launch.drift import changed_code_notes, check_drift, check_names, refuse_finished
-from slurm_train.launch.hub import HubFiles, fetch_hub_files, pin_hub_files
-from slurm_train.launch.inputs import require_targets
-from slurm_train.launch.job_python import gone_python
-from slurm_train.launch.plan import replan_run
-from slurm_train.launch.preview import plan_rows, source_notes
-from slurm_train.launch.snapshot import read_source, require_sealed
-from slurm_train.launch.start import Start
+from slurm_train.plan.choice import settle_parallel
+from slurm_train.plan.plan import replan_run
+from slurm_train.plan.preview import plan_rows
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import find_run, find_sweep
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.sweep import SweepDirectory
+from slurm_train.start.drift import changed_code_notes, check_drift, check_names, refuse_finished
+from slurm_train.start.inputs import require_targets
+from slurm_train.start.start import Start
 from slurm_train.status.activity import refuse_active
 from slurm_train.status.run_status import RESUMABLE, RunState, read_states
 from slurm_train.trust import read_text
@@ -109,7 +109,7 @@ def _resume_sweep(
     start: Start, sweep: SweepDirectory, *, states: Collection[RunState] | None, where: Sequence[str]
 ) -> int:
     """Continues runs of a sweep that ended early, as they are on disk, and returns the exit code."""
-    from slurm_train.launch.start_sweep import prepare_resumed_sweep
+    from slurm_train.start.start_sweep import prepare_resumed_sweep
 
     code_from = working_folder(start.env) if "code" in start.accept else None
     return start_sweep(prepare_resumed_sweep(start, sweep, states=states, where=where, code_from=code_from))

@@ -15,13 +15,13 @@ from slurm_train.config.compose import Composer
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError, require_all
-from slurm_train.estimate.choice import settle_parallel
-from slurm_train.launch.drift import changed_files
-from slurm_train.launch.plan import RunPlan, plan_run
-from slurm_train.launch.start import Start
+from slurm_train.plan.choice import settle_parallel
+from slurm_train.plan.plan import RunPlan, plan_run
 from slurm_train.rundir.files import read_json, to_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory
+from slurm_train.start.drift import changed_files
+from slurm_train.start.start import Start
 
 
 def main(words: Sequence[str]) -> int:

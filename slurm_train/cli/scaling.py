@@ -22,7 +22,7 @@ from slurm_train.tools.scaling.series import Series, plan_of, read_series
 from slurm_train.verbs import parse
 
 if TYPE_CHECKING:
-    from slurm_train.launch.plan import RunPlan
+    from slurm_train.plan.plan import RunPlan
 
 
 def main(words: Sequence[str]) -> int:
@@ -53,10 +53,10 @@ def _make(
 ) -> bool:
     """Makes the runs that are not there yet, or submits them; returns whether there were any."""
     from slurm_train.cli.start import start_run
-    from slurm_train.launch.git import read_git
-    from slurm_train.launch.snapshot import read_source
-    from slurm_train.launch.start import Start
-    from slurm_train.launch.write import require_writable
+    from slurm_train.code.git import read_git
+    from slurm_train.code.snapshot import read_source
+    from slurm_train.start.start import Start
+    from slurm_train.start.write import require_writable
     from slurm_train.status.activity import find_active
 
     unfinished = [point for point, plan in plans.items() if not plan.run.result.exists()]

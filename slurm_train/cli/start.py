@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import answer, note
+from slurm_train.code.job_python import with_absolute_python_path
+from slurm_train.code.snapshot import Source
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE
-from slurm_train.launch.acceptance import require_slurm, salloc_words
-from slurm_train.launch.job_python import with_absolute_python_path
-from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.snapshot import Source
-from slurm_train.launch.start import Start
+from slurm_train.plan.plan import RunPlan
+from slurm_train.request.acceptance import require_slurm, salloc_words
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.job_variables import scrubbed
+from slurm_train.start.start import Start
 from slurm_train.status.activity import wait_for_runs
 
 if TYPE_CHECKING:
-    from slurm_train.launch.start_sweep import PreparedSweep
+    from slurm_train.start.start_sweep import PreparedSweep
 
 
 def start_run(start: Start, plan: RunPlan, source: Source | RunDirectory | None) -> int:

@@ -153,7 +153,7 @@ class ParallelLayout:
 def solve_layout(section: ParallelSection, *, world_size: int) -> ParallelLayout:
     """Returns the layout that was asked for on so many ranks; one degree may be -1: what is left.
 
-    `dp_shard=auto` is what the plan has chosen (`estimate.choice`), on other ranks the largest part of it that fits.
+    `dp_shard=auto` is what the plan has chosen (`plan.choice`), on other ranks the largest part of it that fits.
 
     Raises:
         ConfigError: two degrees are -1, or degrees that do not multiply up to the world.

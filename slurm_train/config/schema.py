@@ -620,6 +620,7 @@ class RunConfig:
 
 
 GPT_TARGET = "slurm_train.models.gpt.GPT"
+CAUSAL_LM = "slurm_train.models.causal_lm.causal_lm"
 EMA = "slurm_train.train.callbacks.EMA"
 """The callback that averages weights, by its `_target_`."""
 

@@ -33,6 +33,8 @@ PASSED_OVER_PREFIX = "passed_over_"
 
 
 _MOST_PROBED = 20
+SETUP_FAILED = "cluster.setup: exit code "
+"""Begin of the line that a batch script writes into its log where a command of `cluster.setup` has failed."""
 USER_PREFIX = "@"
 """Of the name of a user's folder in a root that several users share; no name of a run begins so."""
 

@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import NoReturn
 
+from slurm_train.code.imports import is_below, is_installed
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE
-from slurm_train.launch.imports import is_below, is_installed
 from slurm_train.session.signals import ignore_handled_signals
 
 _FAILED_ENDS_WITHIN_S = 60.0

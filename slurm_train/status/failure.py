@@ -19,9 +19,6 @@ from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import change_times, listed, read_tail
 from slurm_train.rundir.paths import RunDirectory
 
-SETUP_FAILED = "cluster.setup: exit code "
-"""Begin of the line that a batch script writes where a command of `cluster.setup` has failed."""
-
 HEADLINE = "Traceback (most recent call last):"
 _CRASH_HEADLINE = "Fatal Python error: "
 """How faulthandler begins."""

@@ -37,7 +37,7 @@ from slurm_train.rundir.jobs import (
     unknown_elsewhere,
 )
 from slurm_train.rundir.lookup import is_own
-from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.paths import SETUP_FAILED, RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.signs import read_remarks
 from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import newest_window
@@ -52,7 +52,6 @@ from slurm_train.status.activity import (
     names_cluster,
     unread_submission,
 )
-from slurm_train.status.failure import SETUP_FAILED
 from slurm_train.status.following import summaries_of
 from slurm_train.status.printed import Printed, began_anew, newest_line, newest_printed
 

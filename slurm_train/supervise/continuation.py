@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import ClusterError
-from slurm_train.launch.acceptance import expedite_flags, has_enough_without
-from slurm_train.launch.batch_script import renewed_warning
+from slurm_train.request.acceptance import expedite_flags, has_enough_without
+from slurm_train.request.batch_script import renewed_warning
 from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import cluster_of, compact_nodelist
@@ -31,7 +31,7 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str
     Raises:
         ClusterError: sbatch refused it, or there is no script.
     """
-    from slurm_train.launch.submission import submit_script
+    from slurm_train.request.submission import submit_script
 
     if not run.submit_script.is_file():
         raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")

@@ -26,13 +26,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
+from slurm_train.code.provenance import record_environment
+from slurm_train.code.snapshot import MOST_CHANGES_SHOWN
 from slurm_train.config.parallel import solve_layout
 from slurm_train.config.schema import ParallelSection, RunConfig
 from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_FAILURE, ClusterError
 from slurm_train.formatting import shorten
-from slurm_train.launch.provenance import record_environment
-from slurm_train.launch.snapshot import MOST_CHANGES_SHOWN
 from slurm_train.rundir.attempts import newest_round, read_round
 from slurm_train.rundir.events import FailureMark, Finding, append_event, findings_of, leave_mark, read_preflight
 from slurm_train.rundir.files import read_tail, write_record

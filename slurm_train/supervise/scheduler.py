@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurm_train.errors import EXIT_ORPHANED, ClusterError
-from slurm_train.launch.batch_script import STEP_NAME
+from slurm_train.request.batch_script import STEP_NAME
 from slurm_train.rundir.attempts import AttemptStart, first_round, read_ledger
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.heartbeat import Beat

@@ -24,7 +24,7 @@ from pathlib import Path
 import xxhash
 
 from slurm_train.assets import read_template
-from slurm_train.launch.imports import installed_paths, is_installed
+from slurm_train.code.imports import installed_paths, is_installed
 from slurm_train.rundir.files import change_times, fsync_file, listed, write_atomic
 from slurm_train.slurm.commands import run_program
 from slurm_train.supervise.monitor import say

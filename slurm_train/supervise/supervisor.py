@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from slurm_train.checkpoint.verify import committed_step_of_program, newest_committed_step
+from slurm_train.code.snapshot import own_snapshot, require_sealed
 from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, RunError
-from slurm_train.launch.snapshot import own_snapshot, require_sealed
 from slurm_train.metrics import last_numbers
 from slurm_train.rundir.attempts import (
     NOT_REQUEUED,

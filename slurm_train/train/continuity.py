@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slurm_train.checkpoint.manifest import Manifest
+from slurm_train.code.snapshot import digest_code, names_own_code, read_index
 from slurm_train.config.frozen import trained_settings, training_changes
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import DataError, RunError
-from slurm_train.launch.snapshot import digest_code, names_own_code, read_index
 from slurm_train.rundir.events import (
     AcceptedChange,
     covers_code,

@@ -27,7 +27,7 @@ def main(words: Sequence[str]) -> NoReturn:
     parent = os.getppid()
     stage = os.environ.get("SLURM_TRAIN_STAGE")
     if stage:
-        from slurm_train.launch.imports import import_from_stage
+        from slurm_train.code.imports import import_from_stage
 
         refusal = import_from_stage(stage)
         if refusal:

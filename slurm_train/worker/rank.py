@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.checkpoint.verify import newest_committed_step
+from slurm_train.code.hub import OFFLINE, hub_snapshots, require_snapshots
+from slurm_train.code.imports import import_from_snapshot
+from slurm_train.code.snapshot import require_sealed
 from slurm_train.config.batch import BatchPlan, recut_batch, solve_batch
 from slurm_train.config.frozen import load_config
 from slurm_train.config.parallel import solve_layout
@@ -39,9 +42,6 @@ from slurm_train.errors import (
     SlurmTrainError,
     exit_status,
 )
-from slurm_train.launch.hub import OFFLINE, hub_snapshots, require_snapshots
-from slurm_train.launch.imports import import_from_snapshot
-from slurm_train.launch.snapshot import require_sealed
 from slurm_train.rundir.attempts import (
     AttemptStart,
     attempt_secret,
@@ -76,7 +76,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import node_name, step_id
 from slurm_train.status.activity import live_holder
 from slurm_train.supervise.hang import recording_environment
-from slurm_train.worker.output import outlive_terminal
+from slurm_train.supervise.output import outlive_terminal
 
 if TYPE_CHECKING:
     from slurm_train.train.context import Rank

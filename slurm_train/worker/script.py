@@ -19,7 +19,7 @@ from typing import NoReturn
 from slurm_train.data.workers import cpus_of_rank
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
-from slurm_train.launch.script_words import file_command
+from slurm_train.plan.script_words import file_command
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.client import RANK_STEP, RUN_DIR
 from slurm_train.session.signals import StopFlag, leave_to_program

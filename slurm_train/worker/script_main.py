@@ -63,7 +63,7 @@ def import_from_copy(run_directory: str) -> None:
     """Makes the script import the user's packages from the run's copy of the code, as the worker has printed before."""
     # The first entry is the folder of this file; the package itself is found from its parent, wherever that is.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
-    from slurm_train.launch.imports import import_from_snapshot, import_from_stage
+    from slurm_train.code.imports import import_from_snapshot, import_from_stage
 
     del sys.path[0]
     stage = os.environ.get("SLURM_TRAIN_STAGE")

@@ -367,7 +367,7 @@ stage, n = os.environ.get("SLURM_TRAIN_STAGE") or "/none", [0]
 sys.addaudithook(lambda event, args: n.__setitem__(0, n[0] + (event == "open" and not str(args[0]).startswith(stage))))
 import slurm_train
 if stage != "/none":
-    from slurm_train.launch.imports import import_from_stage
+    from slurm_train.code.imports import import_from_stage
     import_from_stage(stage)
 import slurm_train.worker.rank, slurm_train.train.build, slurm_train.checkpoint.tensors
 print(n[0])

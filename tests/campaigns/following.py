@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurm_train.config.frozen import dump_config, load_config
-from slurm_train.launch.evaluation import plan_following
-from slurm_train.launch.start import Start
 from slurm_train.rundir.attempts import AttemptStart, withdraw_result
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
 from slurm_train.rundir.pins import renew_lease
+from slurm_train.start.evaluation import plan_following
+from slurm_train.start.start import Start
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor
 from tests.campaigns.checker import History

@@ -25,8 +25,8 @@ from slurm_train.config.frozen import dump_config, load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.words import SLURM_LISTS, read_words
 from slurm_train.errors import SlurmTrainError
-from slurm_train.launch.batch_script import render_script
-from slurm_train.launch.plan import RunPlan, plan_run
+from slurm_train.plan.plan import RunPlan, plan_run
+from slurm_train.request.batch_script import render_script
 from slurm_train.slurm.commands import SlurmCommands
 from tests.campaigns.record import Tally
 from tests.support.plans import make_plan

@@ -23,10 +23,10 @@ from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.verify import verify
+from slurm_train.code.snapshot import index_code, require_sealed
 from slurm_train.data.prepare import Packing
 from slurm_train.data.shards import map_tokens, read_index
 from slurm_train.errors import SlurmTrainError
-from slurm_train.launch.snapshot import index_code, require_sealed
 from slurm_train.rundir.files import make_private, write_atomic
 from slurm_train.rundir.node_disk import open_private
 from slurm_train.rundir.paths import RunDirectory, require_private
@@ -41,7 +41,7 @@ _SRUN = '#!/bin/bash\nwhile [ "${1#--}" != "$1" ]; do shift; done\nSLURMD_NODENA
 _IMPORT = """
 import sys
 sys.path.insert(0, sys.argv[2])
-from slurm_train.launch.imports import import_from_stage
+from slurm_train.code.imports import import_from_stage
 import_from_stage(sys.argv[1])
 import mine.first, mine.second
 print(mine.first.x + mine.second.x)

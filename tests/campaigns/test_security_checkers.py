@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.launch.batch_script import render_script
-from slurm_train.launch.plan import RunPlan
+from slurm_train.plan.plan import RunPlan
+from slurm_train.request.batch_script import render_script
 from tests.campaigns import hostile_words, secrets
 from tests.campaigns.hostile_words import Bench, Case, Found
 

@@ -17,7 +17,6 @@ from slurm_train.checkpoint.collect import collect_checkpoints
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ClusterError, RunError, SlurmTrainError
-from slurm_train.launch.cancel import cancel_run
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.jobs import process_lives, record_job, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
@@ -25,6 +24,7 @@ from slurm_train.rundir.pins import list_pins, pin_save, read_leases, renew_leas
 from slurm_train.rundir.sweep import Element
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import QueueView
+from slurm_train.start.cancel import cancel_run
 from slurm_train.status.activity import wait_for_runs
 from slurm_train.status.following import Follower
 from slurm_train.status.run_status import Surveyor, until_over

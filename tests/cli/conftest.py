@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from slurm_train.cli import preview
-from slurm_train.launch.job_python import python_notes
+from slurm_train.code.job_python import python_notes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory
 from slurm_train.verbs import run as run_words

@@ -208,7 +208,7 @@ def test_a_cluster_where_there_is_no_slurm(shell: Shell) -> None:
     shell.refuses("there is no Slurm here (no sbatch on the PATH)", "+cluster=4x8")
     shell.refuses("there is no Slurm here", "+cluster=1x2 launch=interactive")
     with shell.patch.context() as patch:
-        patch.setattr("slurm_train.launch.acceptance.is_in_container", lambda _env: True)
+        patch.setattr("slurm_train.request.acceptance.is_in_container", lambda _env: True)
         shell.refuses("the container that this Python runs in has no Slurm", "+cluster=4x8")
     assert shell.left() == []
     shell.has_run()

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from slurm_train.cli import on
+from slurm_train.code.git import SENT_FILE
 from slurm_train.errors import RunError
-from slurm_train.launch.git import SENT_FILE
 from tests.support.command_line import Person
 from tests.support.waiting import wait_for
 

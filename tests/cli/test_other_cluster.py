@@ -8,7 +8,7 @@ import os
 import pytest
 
 from slurm_train.checkpoint.collect import collect_checkpoints
-from slurm_train.launch.arrays import find_lost_arrays
+from slurm_train.request.arrays import find_lost_arrays
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.jobs import ask_to_stop, read_job, record_job
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of

@@ -1,4 +1,4 @@
-"""`plan`: the script, the table, JSON, and layouts to choose from. Its numbers are tested in tests/estimate."""
+"""`plan`: the script, the table, JSON, and layouts to choose from. Its numbers are tested in tests/plan."""
 
 from __future__ import annotations
 

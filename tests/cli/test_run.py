@@ -16,7 +16,7 @@ import pytest
 from slurm_train.config.compose import compose
 from slurm_train.config.frozen import load_config
 from slurm_train.config.words import read_words
-from slurm_train.launch.plan import plan_run
+from slurm_train.plan.plan import plan_run
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import clear_dead, read_job, take_lock, this_process

@@ -40,7 +40,7 @@ def test_a_wrapper_that_submits_a_copy_of_the_script_is_found_by_name_and_number
 
 def test_an_array_that_may_be_in_the_queue_keeps_its_files(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrapper submits a copy of the script, so that squeue does not have ours."""
-    monkeypatch.setattr("slurm_train.launch.submission._PAUSE_S", 0.0)
+    monkeypatch.setattr("slurm_train.request.submission._PAUSE_S", 0.0)
     shell.slurm.wrap("sbatch", SENTENCE_OF_THE_SITE)
     message = shell.refuses("whether Slurm has the job is not known", "-m +cluster=1x1 seed=1,2")
     assert "Job no. 4711 is in the queue" in message
@@ -114,7 +114,7 @@ def test_a_run_whose_job_a_wrapper_of_squeue_prints_otherwise_is_not_submitted_a
 def test_a_job_behind_an_answer_that_was_not_read_is_shown_and_can_be_cancelled(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slurm_train.launch.submission._PAUSE_S", 0.0)
+    monkeypatch.setattr("slurm_train.request.submission._PAUSE_S", 0.0)
     shell.slurm.wrap("sbatch", 'case $1 in --test-only) exec {real} "$@";; esac; echo it is on its way')
     shell.refuses("whether Slurm has the job is not known", "+cluster=1x1")
     assert "submits it again" in shell.types("status").out

@@ -176,7 +176,7 @@ from slurm_train.config.compose import compose
 from slurm_train.config.parallel import solve_layout
 from slurm_train.config.words import read_words
 from slurm_train.distributed.parallelize import build_mesh, parallelize
-from slurm_train.estimate.memory import facts_of, rank_memory
+from slurm_train.plan.memory import facts_of, rank_memory
 from slurm_train.models.build import build_model
 
 words = ["model=llama3-70b", "parallel.dp_replicate=1", "parallel.dp_shard=-1", *sys.argv[1:]]

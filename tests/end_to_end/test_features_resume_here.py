@@ -102,7 +102,7 @@ def train(words: Sequence[str], *, stop_at: int, monkeypatch: pytest.MonkeyPatch
             ranks.append(start_rank(program, *orders, env=environment, log=log, imports=imports))
         return LocalRanks(ranks)
 
-    monkeypatch.setattr("slurm_train.worker.attempt.start_local", start)
+    monkeypatch.setattr("slurm_train.supervise.main.start_local", start)
     return main(words)
 
 

@@ -106,7 +106,7 @@ def test_the_login_half_asks_and_fetches_without_torch(hub: Hub, tmp_path: Path)
     typist = Typist(tmp_path / "project", hub.url)
     code = (
         "import sys; from pathlib import Path\n"
-        "from slurm_train.launch.hub import fetch_hub_files, pin_path\n"
+        "from slurm_train.code.hub import fetch_hub_files, pin_path\n"
         "pinned = []\n"
         "print(pin_path('model.path', 'lab/tiny', 'weights', Path(), pinned))\n"
         "fetch_hub_files(pinned)\n"

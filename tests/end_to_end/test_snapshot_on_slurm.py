@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.launch.provenance import environment_of
+from slurm_train.code.provenance import environment_of
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from tests.support import light_training

@@ -21,9 +21,9 @@ from slurm_train.config.parallel import solve_layout
 from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.data.batches import MicroBatch
 from slurm_train.distributed import sequence
-from slurm_train.estimate.memory import facts_of, rank_memory
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
+from slurm_train.plan.memory import facts_of, rank_memory
 from slurm_train.train.build import build_parts
 from slurm_train.train.layout import apply_parallelism
 from slurm_train.train.step import StepFacts, build_stepper

@@ -8,7 +8,7 @@ import pytest
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import ClusterSection, RequeueSection, RunConfig
 from slurm_train.errors import ClusterError
-from slurm_train.launch.batch_script import renewed_warning
+from slurm_train.request.batch_script import renewed_warning
 from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.continuation import (

@@ -217,7 +217,7 @@ RANK = """
 import sys
 stage, installed = sys.argv[1:]
 sys.path.insert(0, installed)
-from slurm_train.launch.imports import import_from_stage
+from slurm_train.code.imports import import_from_stage
 print(import_from_stage(stage))
 import mine.first, mine.second, other
 print(mine.__file__, mine.first.__file__, mine.second.__file__, other.__file__)

@@ -68,8 +68,8 @@ def _measure(name: str, case: dict[str, Any], *, rank: int, ranks: int) -> Measu
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from slurm_train.estimate import memory as estimate
     from slurm_train.models import head
+    from slurm_train.plan import memory as estimate
     from slurm_train.train.step import StepFacts
 
     # The estimate is that of a GPU, where a chunk of scores is larger.
@@ -124,7 +124,7 @@ def make_case_rank(case: dict[str, Any], *, rank: int, ranks: int) -> Any:
     from slurm_train.config.batch import solve_batch
     from slurm_train.config.parallel import solve_layout
     from slurm_train.config.schema import RunConfig, build_config
-    from slurm_train.estimate.memory import facts_of
+    from slurm_train.plan.memory import facts_of
     from tests.support.ranks import make_rank
 
     sections = {**case, "model": {**MODEL, **case.get("model", {})}}

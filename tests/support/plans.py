@@ -7,7 +7,7 @@ from typing import Any
 
 from slurm_train.config.compose import Composed
 from slurm_train.config.schema import RunConfig, build_config
-from slurm_train.launch.plan import RunPlan, plan_run
+from slurm_train.plan.plan import RunPlan, plan_run
 
 DEFAULTS: dict[str, Any] = {
     "model": {"_target_": "slurm_train.models.gpt.GPT", "width": 160},

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.supervise import main as attempts
 from slurm_train.supervise import ranks
 from slurm_train.supervise.ranks import LocalRanks
-from slurm_train.worker import attempt as attempts
 from tests.support.command_line import Done, Person
 from tests.support.warm_ranks import WarmRank, fork_server, start_rank
 

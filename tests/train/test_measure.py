@@ -9,7 +9,7 @@ from torch import nn
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import RunConfig, build_config
-from slurm_train.estimate.memory import facts_of, rank_memory
+from slurm_train.plan.memory import facts_of, rank_memory
 from slurm_train.train.measure import measure_model
 
 GPT = {"_target_": "slurm_train.models.gpt.GPT", "context": 64, "num_layers": 2}

@@ -28,6 +28,9 @@ from typing import Any
 import xxhash
 
 from slurm_train import __version__
+from slurm_train.code import snapshot
+from slurm_train.code.imports import own_paths
+from slurm_train.code.provenance import read_gpu_software
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.check import known_fingerprint
 from slurm_train.data.shards import check_sizes, read_index
@@ -35,9 +38,6 @@ from slurm_train.distributed.interfaces import interface_addresses, table_rows
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import addresses_of
 from slurm_train.errors import DataError
-from slurm_train.launch import snapshot
-from slurm_train.launch.imports import own_paths
-from slurm_train.launch.provenance import read_gpu_software
 from slurm_train.rundir.node_disk import compile_obstacles
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.devices import installed_gpus, visible_gpus

@@ -20,10 +20,10 @@ from statistics import fmean
 from typing import Any
 
 from slurm_train.checkpoint.verify import check_sizes, survey
+from slurm_train.code.provenance import environment_of
 from slurm_train.config.frozen import list_settings, load_values
 from slurm_train.errors import SlurmTrainError
 from slurm_train.formatting import as_float, byte_size
-from slurm_train.launch.provenance import environment_of
 from slurm_train.metrics import Series, read_series
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import CALM_EVENTS, read_changes, read_events, read_saves

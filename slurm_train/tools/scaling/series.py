@@ -9,8 +9,8 @@ from pathlib import Path
 from slurm_train.config.compose import compose
 from slurm_train.config.words import Words, split_word
 from slurm_train.errors import ConfigError, require_all
-from slurm_train.estimate.choice import settle_parallel
-from slurm_train.launch.plan import RunPlan, plan_run
+from slurm_train.plan.choice import settle_parallel
+from slurm_train.plan.plan import RunPlan, plan_run
 from slurm_train.tools.scaling.model import Point, Size, plan_points
 
 LOG_EVERY = 8

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from slurm_train.code.snapshot import index_code
 from slurm_train.config.schema import CheckpointSection, RunConfig, build_config
 from slurm_train.distributed.place import RankPlace
-from slurm_train.launch.snapshot import index_code
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor import gather
 from slurm_train.tools.doctor.gather import logged_errors, read_gpus

@@ -7,7 +7,7 @@ import pwd
 
 import pytest
 
-from slurm_train.launch.acceptance import slurm_verdict
+from slurm_train.request.acceptance import slurm_verdict
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.site import gather_facts
 from slurm_train.tools.devcluster.plan import ClusterPlan

@@ -1,0 +1,305 @@
+"""Prepares the runs of a sweep in the order of `start`, and submits them as job arrays.
+
+Finished and active runs are left alone, so the same command again starts only missing runs. One submitter holds a
+prepared sweep until its block ends; within the block the runs are submitted, or trained on this machine by the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from slurm_train.code.job_python import gone_python
+from slurm_train.code.snapshot import Source, read_source, source_notes
+from slurm_train.config.frozen import load_config
+from slurm_train.config.schema import RunConfig
+from slurm_train.errors import RunError
+from slurm_train.plan.plan import RunPlan, SweepPlan, replan_run
+from slurm_train.request.acceptance import require_slurm, slurm_verdict, without_chosen_cpus
+from slurm_train.request.arrays import ArrayPlan, find_lost_arrays, plan_arrays, submit_arrays
+from slurm_train.request.batch_script import render_script
+from slurm_train.rundir.files import for_each, read_json
+from slurm_train.rundir.jobs import named
+from slurm_train.rundir.lookup import remember_root
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
+from slurm_train.rundir.sweep import Element, SweepDirectory, choosing_runs, read_table, submitting
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.start.drift import check_drift
+from slurm_train.start.start import Start
+from slurm_train.start.write import link_code, put_on_record, write_run, write_shared_code, write_table_of
+from slurm_train.status.activity import are_being_submitted, find_active, writing
+from slurm_train.status.run_status import RunState, read_statuses
+from slurm_train.status.selection import filter_where, summary
+from slurm_train.trust import read_text
+
+# Another sweep of thousands of runs may be under way, with an sbatch that is slow.
+_WAIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSweep:
+    """Runs of a sweep that are on disk and can be started; valid within its `with` block."""
+
+    start: Start
+    sweep: SweepDirectory
+    elements: Sequence[Element]
+    """The runs that are to be started."""
+    scripts: Sequence[tuple[RunDirectory, str]]
+    """The same runs with their batch scripts; empty without a cluster."""
+    arrays: Sequence[ArrayPlan]
+    config: RunConfig
+    """The configuration of one of the runs."""
+    code: Path | None
+    """The snapshot that was made for them, None if none was made."""
+    source: Source | None
+    """The code that the snapshot was made from."""
+    dependency: str = ""
+    """The dependency of the arrays, e.g. "afterok:12"."""
+
+    def submit(self) -> Iterator[str]:
+        """Submits the arrays one after the other, and yields the id of each after its submission.
+
+        Raises:
+            ClusterError: Slurm refuses an array; those before it are submitted and recorded.
+        """
+        if any(array.is_alone for array in self.arrays):
+            unit = "run" if self.config.sweep.pack == 1 else "pack of runs"
+            self.start.say(f"this site takes no job arrays: each {unit} is a job of its own")
+        if self.scripts:
+            run, script = self.scripts[0]
+            # Printed once; the submission of each array leaves out the bad nodes itself.
+            self.start.exclude_flags(script, run)
+        yield from submit_arrays(self.sweep, self.arrays, env=self.start.env, depends=self.dependency)
+
+    def open(self) -> None:
+        """Removes obstacles to a start: a request to stop, and locks of processes that no longer exist."""
+        self.sweep.stop_file.unlink(missing_ok=True)
+        remember_root(self.sweep.root, self.start.env)
+        for element in self.elements:
+            self.start.clear_dead_lock(element.run)
+
+    def write_provenance(self) -> None:
+        """Writes the provenance of the snapshot, if one was made."""
+        if self.code is not None:
+            self.start.write_provenance(self.code.with_suffix(".json"), self.source, self.config)
+
+
+@contextlib.contextmanager
+def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[PreparedSweep]:
+    """Holds a sweep and yields its missing runs, written and ready to start.
+
+    Args:
+        start: how it is started.
+        plan: the sweep.
+        source: its code.
+
+    Raises:
+        SlurmTrainError: the site or one of the runs is refused; nothing was written.
+    """
+    sweep = plan.sweep
+    commands = start.commands
+    dependency = start.dependency(plan.plans[0].config, sweep.root)
+    start.say_variables(plan.plans[0].config, Path(plan.plans[0].directory))
+    scripts: dict[RunDirectory, str] = {}
+    if plan.uses_cluster:
+        require_slurm(commands, start.env)
+        plan = _with_possible_cpus(start, plan)
+        scripts = {run_plan.run: render_script(run_plan) for run_plan in plan.plans}
+    with contextlib.ExitStack() as stack:
+        if plan.uses_cluster:
+            runs = [run_plan.run for run_plan in plan.plans]
+            stack.enter_context(choosing_runs(sweep, runs, wait_s=_WAIT_S, say=start.say))
+        # A sweep that Slurm refuses must leave no directory, so a new sweep is created and held only after that.
+        is_new = not sweep.table.exists()
+        if not is_new:
+            stack.enter_context(submitting(sweep))
+            if plan.uses_cluster:
+                find_lost_arrays(sweep, commands)
+        missing = _missing_runs(start, plan)
+        todo = [(run, script) for run, script in scripts.items() if run in missing]
+        limits = plan.plans[0].config.sweep
+        arrays = plan_arrays(sweep, todo, commands, limits=limits, example=plan.plans[0])
+        if is_new:
+            stack.enter_context(submitting(sweep))
+            if sweep.table.exists():
+                raise RunError(
+                    f"sweep {sweep.sweep_id} was submitted by another command just now",
+                    hint=f"`status {sweep.sweep_id}` shows it; the same command again submits what is missing",
+                )
+        planned = write_table_of(plan, words=start.words)
+        code = write_shared_code(sweep, source) if missing else None
+        _write_runs(start, [run_plan for run_plan in plan.plans if run_plan.run in missing], scripts, code)
+        prepared = PreparedSweep(
+            start=start,
+            sweep=sweep,
+            elements=[element for element in planned if element.run in missing],
+            scripts=todo,
+            arrays=arrays,
+            config=plan.plans[0].config,
+            code=code,
+            source=source,
+            dependency=dependency,
+        )
+        prepared.open()
+        yield prepared
+
+
+def _with_possible_cpus(start: Start, plan: SweepPlan) -> SweepPlan:
+    """Returns a sweep whose first run Slurm accepts: without the automatic CPUs, if Slurm refuses only those."""
+    first_plan = plan.plans[0]
+    plans_without_cpus = [without_chosen_cpus(run_plan) or run_plan for run_plan in plan.plans]
+    if plans_without_cpus[0] is first_plan or slurm_verdict(render_script(first_plan), start.commands).is_accepted:
+        return plan
+    if not slurm_verdict(render_script(plans_without_cpus[0]), start.commands).is_accepted:
+        return plan
+    start.say(f"  CPUs          {plans_without_cpus[0].cpus.reason}")
+    return replace(plan, plans=tuple(plans_without_cpus))
+
+
+def _missing_runs(start: Start, plan: SweepPlan) -> set[RunDirectory]:
+    """Returns the runs of a sweep that are neither finished nor active, and prints their number."""
+    runs = {run_plan.run for run_plan in plan.plans}
+    finished = {run for run in runs if run.result.exists()}
+    # In the order of the plan, so that each call asks Slurm in the same order.
+    unfinished = [run_plan.run for run_plan in plan.plans if run_plan.run not in finished]
+    # In this order: what is submitted between the two is active.
+    held = are_being_submitted(unfinished, start.commands)
+    found = find_active(unfinished, start.commands)
+    elsewhere = {run for run, activity in found.items() if activity.elsewhere and not activity.is_known}
+    active = held | elsewhere | {run for run, activity in found.items() if activity.is_known}
+    if elsewhere:
+        first = next(run for run in unfinished if run in elsewhere)
+        text = f"{named(found[first].elsewhere)} of {first.name}/{first.run_id}"
+        start.say(f"{len(elsewhere)} runs count as active since another cluster may have their jobs: {text}")
+    missing = runs - finished - active
+    if len(missing) < len(runs):
+        start.say(f"{len(finished)} runs are finished, {len(active)} active; {len(missing)} to submit")
+    return missing
+
+
+def _write_runs(start: Start, plans: Sequence[RunPlan], scripts: Mapping[RunDirectory, str], code: Path | None) -> None:
+    def write(plan: RunPlan) -> None:
+        # A run without a directory cannot be active, so no lock is needed; there may be thousands of runs.
+        lock = writing(plan.run, start.commands) if plan.run.config.exists() else contextlib.nullcontext()
+        with lock:
+            # A run with checkpoints continues with its own code; `resume --accept code` replaces it.
+            is_trained = plan.run.code.exists() and bool(list_checkpoints(plan.run.checkpoints))
+            renamed = write_run(plan, None if is_trained else code, script=scripts.get(plan.run))
+        start.say_renamed(plan.run, renamed)
+
+    for_each(write, plans)
+
+
+@contextlib.contextmanager
+def prepare_resumed_sweep(
+    start: Start,
+    sweep: SweepDirectory,
+    *,
+    states: Collection[RunState] | None,
+    where: Sequence[str],
+    code_from: Path | None,
+) -> Iterator[PreparedSweep]:
+    """Holds a sweep and yields its runs that ended early, as they are on disk, ready to be continued.
+
+    Args:
+        start: how they are started.
+        sweep: the sweep.
+        states: states of the selected runs; None: all that are neither finished nor active.
+        where: conditions on their values.
+        code_from: the folder with new code for these runs, e.g. with a corrected script; None: they keep their code.
+
+    Raises:
+        RunError: there is no run to continue, or a run was never written.
+        ClusterError: Slurm refuses.
+    """
+    commands = start.commands
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(submitting(sweep))
+        if commands.is_available():
+            sweep_runs = [element.run for element in read_table(sweep)]
+            stack.enter_context(choosing_runs(sweep, sweep_runs, wait_s=_WAIT_S, say=start.say))
+            find_lost_arrays(sweep, commands)
+        todo = _ended_early(sweep, commands, states=states, where=where)
+        runs = [element.run for element in todo]
+        unwritten = [element.index for element in todo if not element.run.config.is_file()]
+        if unwritten:
+            raise RunError(
+                f"{len(unwritten)} runs of sweep {sweep.sweep_id} were never written, the first is {unwritten[0]}",
+                hint="type the words of the sweep again: they submit what is missing",
+            )
+        config = load_config(todo[0].run.config)
+        start.say_variables(config, code_from or todo[0].run.code)
+        source = None
+        if code_from is not None:
+            source = read_source(todo[0].run, config, code_from, env=start.env)
+            for line in source_notes(source):
+                start.say(line)
+        scripts: list[tuple[RunDirectory, str]] = []
+        if config.cluster is not None:
+            require_slurm(commands, start.env)
+            scripts = [(run, read_text(run.submit_script)) for run in runs]
+            gone = gone_python(config, scripts[0][1])
+            if gone:
+                hint = "type the words of the sweep again: what is missing goes on with the Python of that command"
+                raise RunError(f"the Python of sweep {sweep.sweep_id} is gone: {gone}", hint=hint)
+        arrays = plan_arrays(sweep, scripts, commands, limits=config.sweep)
+        code = None
+        if source is not None:
+            code = _replace_code(start, sweep, runs, source)
+        for run in runs:
+            run.stop_file.unlink(missing_ok=True)
+        prepared = PreparedSweep(
+            start=start,
+            sweep=sweep,
+            elements=todo,
+            scripts=scripts,
+            arrays=arrays,
+            config=config,
+            code=code,
+            source=source,
+        )
+        prepared.open()
+        yield prepared
+
+
+def _ended_early(
+    sweep: SweepDirectory, commands: SlurmCommands, *, states: Collection[RunState] | None, where: Sequence[str]
+) -> list[Element]:
+    """Returns the runs of a sweep that `resume` continues; see `prepare_resumed_sweep`.
+
+    Raises:
+        RunError: there is none.
+    """
+    elements = read_table(sweep)
+    selected = filter_where(elements, where)
+    # In this order: what is submitted between the two is active.
+    held = are_being_submitted([element.run for element in elements], commands)
+    statuses = read_statuses(elements, commands)
+    todo = [
+        status.subject
+        for status in statuses
+        if status.subject in selected
+        and (states is None or status.state in states)
+        and not (status.is_finished or status.is_active or status.other_cluster or status.run in held)
+    ]
+    if not todo:
+        raise RunError(f"no run of sweep {sweep.sweep_id} is to be continued: {summary(statuses)}", hint="see `status`")
+    return todo
+
+
+def _replace_code(start: Start, sweep: SweepDirectory, runs: Sequence[RunDirectory], source: Source) -> Path:
+    """Replaces the code of runs of a sweep, and returns its path; all runs are compared before one is changed."""
+    changes = {}
+    for run in runs:
+        plan = replan_run(load_config(run.config), read_json(run.plan) or {}, run=run, typed=(), env={})
+        changes[run] = check_drift(plan, source, accept={"code"}, say=start.say)
+    code = write_shared_code(sweep, source)
+    for run, change in changes.items():
+        with writing(run, start.commands):
+            if change is not None:
+                put_on_record(run, change)
+            renamed = link_code(run, code, change=change)
+        start.say_renamed(run, renamed)
+    return code
