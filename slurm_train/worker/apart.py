@@ -23,6 +23,8 @@ from slurm_train.session.client import has_joined
 _OTHER_WAYS = ("horovod", "jax", "mpi4py", "ray", "torchft", "hivemind", "bagua", "byteps", "torch_xla")
 """Packages by which ranks know of each other without torch.distributed, or in groups of their own."""
 _LOOK_EVERY_S = 0.5
+_LOOK_AT_GROUP_EVERY_S = 0.05
+"""A program that says hello opens a group and leaves it soon; torch keeps no trace of that."""
 _TRAINS_FOR_S = 30.0
 """A program may try out its model before it opens a process group."""
 _LEAST_LOOKS = 3
@@ -71,11 +73,16 @@ class ApartWatch:
             )
 
     def _look(self) -> None:
+        next_look_s = 0.0
         while not self._is_over:
             size = _group_size()
             if size:
                 self._note_group(size)
                 return
+            time.sleep(_LOOK_AT_GROUP_EVERY_S if "torch.distributed" in sys.modules else _LOOK_EVERY_S)
+            if time.monotonic() < next_look_s:
+                continue
+            next_look_s = time.monotonic() + _LOOK_EVERY_S
             doing = _activity(sys._current_frames().get(threading.main_thread().ident or 0))
             if doing:
                 self._num_seen += 1
@@ -84,7 +91,6 @@ class ApartWatch:
                 if self._num_seen >= _LEAST_LOOKS and seen_s >= self._trains_for_s:
                     each_trains = "each trains" if doing == _TRAINING else "if it trains, each trains"
                     self._say(f"{doing}, and has not opened torch.distributed in {seen_s:.0f} s", each_trains)
-            time.sleep(_LOOK_EVERY_S)
 
     def _note_group(self, size: int) -> None:
         self._is_over = True

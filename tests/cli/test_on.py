@@ -141,7 +141,9 @@ def test_another_version_there_is_named(host: Host) -> None:
 def test_ctrl_c_interrupts_the_words_there(host: Host) -> None:
     host.set_python(f'echo $$ >{host.home}/pid; exec {sys.executable} "$@"')
     (host.project.folder / "train.py").write_text(f"import time\n\nopen('{host.home}/begun', 'w')\ntime.sleep(300)\n")
-    words = [sys.executable, "-m", "slurm_train", "--on", "hpc", "run.processes=1", "script=[train.py]"]
+    # In the background of a script, as these tests may be, Ctrl-C is ignored.
+    typing = ["env", "--default-signal=INT", sys.executable, "-m", "slurm_train"]
+    words = [*typing, "--on", "hpc", "run.processes=1", "script=[train.py]"]
     env = host.project.environment() | host.env
     typed = subprocess.Popen(words, cwd=host.project.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for((host.home / "begun").exists, within_s=60, what="the run")

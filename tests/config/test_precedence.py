@@ -33,6 +33,8 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "exclude": ("n3", "n4"),
     "gpu_flag": ("gres", "none"),
     "export": (["A"], ["B"]),
+    "rendezvous_address": ("ib0", "%Ni"),
+    "rendezvous_ports": ("40000-40010", "50000-50010"),
     "setup": (["x"], ["y"]),
     "python": ("/a", "/b"),
     "stage_python": ("/tmp", "/scratch"),

@@ -423,6 +423,7 @@ def test_damaged_shards_are_refused(corpus: Path, tmp_path: Path, damage: str) -
     ],
     ids=["a token for it", "a token by its number", "left out"],
 )
+@pytest.mark.full
 def test_text_that_a_tokenizer_does_not_know_is_counted(tmp_path: Path, model: dict[str, Any], count: str) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     encoder = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
