@@ -17,9 +17,11 @@ from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError, require_all
 from slurm_train.plan.choice import settle_parallel
 from slurm_train.plan.plan import RunPlan, plan_run
+from slurm_train.request.acceptance import asked_of_site
 from slurm_train.rundir.files import read_json, to_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory
+from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.start.drift import changed_files
 from slurm_train.start.start import Start
 
@@ -47,6 +49,10 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
             raise ConfigError("--cfg and --info print something and submit nothing", hint="leave them out")
         Composer(flags).show()
         return EXIT_DONE, None
+    # Before the configuration is composed, which takes as long as half of the answer.
+    commands = SlurmCommands(env)
+    if any("cluster" in word for word in flags.overrides) and commands.is_available():
+        asked_of_site(commands)
     settings = read_settings_of(flags)
     flags = settings.words
     if flags.wait and not flags.multirun:
@@ -56,10 +62,8 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
     if flags.multirun:
         check = require_submission if only_submits else None
         return multirun(flags, words, settings=settings, env=env, cwd=cwd, check=check)
-    start = Start(words=words, env=env, say=note, accept=flags.accept, after=flags.after)
-    composed = settings.compose()
-    start.expect(composed.config)
-    plan = plan_run(composed, cwd=cwd, env=env, settle=settle_parallel, shares=start.shares)
+    start = Start(words=words, env=env, say=note, accept=flags.accept, after=flags.after, commands=commands)
+    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel, shares=start.shares)
     if only_submits:
         require_submission(plan.config)
     # os.path, since Path.exists raises where a folder above may not be entered.

@@ -25,7 +25,6 @@ from slurm_train.plan.shell_choices import take_shell_choices
 from slurm_train.plan.shell_variables import variable_notes
 from slurm_train.request.acceptance import (
     acceptable_plan,
-    asked_of_site,
     exclude_flags,
     expedite_flags,
     refused_by,
@@ -66,20 +65,16 @@ class Start:
         say: Callable[[str], None],
         accept: Collection[str] = (),
         after: Sequence[str] = (),
+        commands: SlurmCommands | None = None,
     ) -> None:
         self.words = words
         self.env = env
         self.say = say
         self.accept = accept
         self.after = after
-        self.commands = SlurmCommands(env)
+        self.commands = commands or SlurmCommands(env)
         self.shares = NodeShares(self.commands, in_allocation="SLURM_JOB_ID" in env)
         """Slurm's answers about nodes, for the plan of the run."""
-
-    def expect(self, config: RunConfig) -> None:
-        """Begins to ask Slurm what a run will need when it is submitted, while it is planned."""
-        if config.cluster is not None and config.launch == "slurm" and self.commands.is_available():
-            asked_of_site(self.commands)
 
     def dependency(self, config: RunConfig, root: Path) -> str:
         """Returns sbatch's dependency on the runs in `after`, e.g. "afterok:12:13"; "" if all of them are finished.
