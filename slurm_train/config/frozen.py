@@ -119,7 +119,16 @@ def load_config(path: Path) -> RunConfig:
         RunError: there is no such file, or it is not YAML.
         ConfigError: the file holds keys or values that this version does not know.
     """
-    return build_config(RunConfig, _in_present_names(_without_removed(load_values(path))))
+    return config_of_values(load_values(path))
+
+
+def config_of_values(values: dict[str, Any]) -> RunConfig:
+    """Returns the configuration of frozen values, also of an earlier version.
+
+    Raises:
+        ConfigError: this version does not know a key or a value.
+    """
+    return build_config(RunConfig, _in_present_names(_without_removed(values)))
 
 
 def _without_removed(values: dict[str, Any]) -> dict[str, Any]:

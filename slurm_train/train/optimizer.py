@@ -25,7 +25,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.state import local_part
 from slurm_train.config.batch import schedule_samples, total_steps
-from slurm_train.config.schema import GroupRule, OptimSection, RunConfig, build_config, nested
+from slurm_train.config.frozen import config_of_values
+from slurm_train.config.schema import GroupRule, OptimSection, nested
 from slurm_train.config.target import TARGET, accepts_keyword, callable_target, instantiate
 from slurm_train.errors import ConfigError
 from slurm_train.train.position import Position
@@ -328,7 +329,11 @@ def note_on_rate(manifest: Manifest, schedule: Schedule, *, next_samples: int) -
     lr = manifest.extra.get("lr")
     if not settings or not lr:
         return None
-    config = build_config(RunConfig, nested(settings), path="")
+    try:
+        config = config_of_values(nested(settings))
+    except ConfigError:
+        # Of a version that knew other settings; the run goes on without the note.
+        return None
     position = Position.of(manifest)
     global_size = int(manifest.batch_plan["global_size"])
     max_steps = total_steps(

@@ -189,6 +189,15 @@ def test_a_change_that_moves_the_learning_rate_is_said_at_the_resume(
         assert note is not None and f"was {rates[0]} at step 20 and is {rates[1]} at the next one" in note
 
 
+@pytest.mark.parametrize("settings", [{"ddp.average_every_steps": 8}, {"optim.min_lr_ratio": 2.0}, {"x.y": 1}])
+def test_settings_of_an_earlier_version_end_no_resume(settings: dict[str, Any]) -> None:
+    before = {"optim.lr": 1e-2, "optim.warmup_samples": 0, "train.max_steps": 20}
+    extra = {"settings": before | settings, "lr": {"peak": 1e-2}, "num_samples": 256, "batch_since": [0, 0]}
+    manifest: Any = SimpleNamespace(step=20, samples=640, batch_plan={"global_size": 32}, extra=extra)
+    schedule = build_schedule(section(lr=1e-2, warmup_samples=0), peak_lr=1e-2, total_samples=640)
+    assert note_on_rate(manifest, schedule, next_samples=672) is None
+
+
 def test_every_schedule_has_a_row() -> None:
     kinds = get_args(all_keys(OptimSection)["schedule"])
     names = {name for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)}
