@@ -205,7 +205,7 @@ class RemoteRun:
 
     def status(self) -> list[dict[str, Any]]:
         """Returns what is known now, for each run: the keys of `status --json`."""
-        return _parsed(self._print("status", self.path, "--json"))
+        return _parsed(printed_there(self.on, ["status", self.path, "--json"]))
 
     def wait(self) -> list[dict[str, Any]]:
         """Returns the status of each run when all have ended; one connection waits.
@@ -213,18 +213,16 @@ class RemoteRun:
         Raises:
             RunError: the connection was lost; `wait()` again.
         """
-        return _parsed(self._print("status", self.path, "--json", "-w", "10").splitlines()[-1])
+        looks = printed_there(self.on, ["status", self.path, "--json", "-w", "10"])
+        return _parsed(looks.splitlines()[-1])
 
     def logs(self, *, rank: int = 0) -> str:
         """Returns the log of a rank; -1: of the batch script."""
-        return self._print("logs", self.path, f"--rank={rank}")
+        return printed_there(self.on, ["logs", self.path, f"--rank={rank}"])
 
     def cancel(self) -> None:
         """Ends its jobs."""
-        self._print("cancel", self.path)
-
-    def _print(self, *words: str) -> str:
-        return printed_there(self.on, words)
+        printed_there(self.on, ["cancel", self.path])
 
 
 def submit_there(on: str, words: Sequence[str]) -> RemoteRun:

@@ -49,9 +49,10 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
             raise ConfigError("--cfg and --info print something and submit nothing", hint="leave them out")
         Composer(flags).show()
         return EXIT_DONE, None
-    # Before the configuration is composed, which takes as long as half of the answer.
+    # Before the configuration is composed, which takes as long as half of the answer. A sweep asks by itself.
     commands = SlurmCommands(env)
-    if any("cluster" in word for word in flags.overrides) and commands.is_available():
+    is_for_cluster = any("cluster" in word for word in flags.overrides)
+    if is_for_cluster and not flags.multirun and commands.is_available():
         asked_of_site(commands)
     settings = read_settings_of(flags)
     flags = settings.words

@@ -20,7 +20,7 @@ from slurm_train.config.target import targets_in
 
 _MOST_FILES = 300
 _MOST_BYTES = 1 << 20
-_SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
+SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 _SHELL_SUFFIXES = (".sh", ".bash")
 _FILE_IN_TEXT = re.compile(r"[\w./-]+\.(?:py|sh|bash)\b")
 
@@ -70,7 +70,7 @@ def shell_commands(words: Sequence[str]) -> Iterator[str]:
     """Yields the commands of `bash -c COMMAND` among the words of a script."""
     for index, word in enumerate(words[1:-1], start=1):
         before = {PurePath(earlier).name for earlier in words[:index]}
-        if re.fullmatch(r"-\w*c", word) and before & {*_SHELLS}:
+        if re.fullmatch(r"-\w*c", word) and before & {*SHELLS}:
             yield words[index + 1]
 
 

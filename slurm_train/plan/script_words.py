@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
+from slurm_train.code.program_source import SHELLS
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
 
@@ -86,7 +87,6 @@ _WITH_VALUE = (
     *("-C", "-t", "-k", "-s", "--signal", "-c", "-m", "--cpunodebind", "--membind", "-B", "--bind"),
 )
 """Options of these whose value is the next word; "conda run -n deepspeed" names an environment."""
-_SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 _PYTHON = re.compile(r"python[\d.]*")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _OF_SEVERAL_NODES = re.compile(
@@ -188,7 +188,7 @@ def _find(words: Sequence[str], cwd: Path, *, where: str, seen: frozenset[Path])
         module = _module_of(words if name == "-m" else words[1:])
         is_launcher = bool(module) and module[0] in _MODULES
         return _as_launcher(_MODULES[module[0]], module[1:], where=where) if is_launcher else None
-    if name in _SHELLS:
+    if name in SHELLS:
         return _find_in_shell(words[1:], cwd, where=where, seen=seen)
     if name in _WRAPPERS:
         return _find(_behind_wrapper(words[1:]), cwd, where=where, seen=seen)
@@ -221,7 +221,7 @@ def _behind_wrapper(words: Sequence[str]) -> list[str]:
         name = PurePath(word).name
         if index and words[index - 1] in _WITH_VALUE and not (words[index - 1] == "-m" and name in _MODULES):
             continue
-        is_program = name in _LAUNCHERS or name in _SHELLS or name in _WRAPPERS or _PYTHON.fullmatch(name)
+        is_program = name in _LAUNCHERS or name in SHELLS or name in _WRAPPERS or _PYTHON.fullmatch(name)
         if is_program or word == "-m" or name.endswith((".sh", ".bash", ".py")):
             return list(words[index:])
     return []
