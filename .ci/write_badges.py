@@ -36,13 +36,13 @@ _SVG = """\
 
 def badges() -> dict[str, str]:
     """Returns the text of each picture by the name of its file."""
-    slurm = (REPOSITORY / "docs" / "slurm.md").read_text(encoding="utf-8")
+    tested = (REPOSITORY / "docs" / "slurm-tested.md").read_text(encoding="utf-8")
     python = project_value("requires-python").removeprefix(">=")
     return {
         "badge-licence.svg": render("licence", project_value("license")),
         "badge-python.svg": render("Python", f"{python} or newer"),
         "badge-torch.svg": render("torch", f"{lowest_torch()} or newer"),
-        "badge-slurm.svg": render("tried on Slurm", " ".join(slurm_versions(slurm))),
+        "badge-slurm.svg": render("tried on Slurm", " ".join(slurm_versions(tested))),
     }
 
 

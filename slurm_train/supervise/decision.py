@@ -302,7 +302,7 @@ CANCELLED = Decision("cancelled", "stop", "the job was cancelled; `resume` conti
 
 
 def decide(outcome: Outcome) -> Decision:
-    """Returns the decision for an outcome; see the table in docs/slurm.md."""
+    """Returns the decision for an outcome; see the table in docs/endings.md."""
     # The result is written after the last checkpoint, so how the processes ended afterwards does not matter.
     if outcome.is_finished:
         return Decision("done", "finish", "the run is finished")

@@ -364,7 +364,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     ),
     **{
         f"versions-{version}": Campaign(
-            f"the main flows on Slurm {version}, of Debian {suite} ([table](slurm.md#versions-of-slurm))",
+            f"the main flows on Slurm {version}, of Debian {suite} ([table](slurm-tested.md#versions-of-slurm))",
             f"versions:run {suite}",
             15,
             LOCAL,
@@ -373,7 +373,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     },
     **{
         f"faults-{version}": Campaign(
-            f"campaigns from above on Slurm {version}, of Debian {suite} ([table](slurm.md#versions-of-slurm))",
+            f"campaigns from above on Slurm {version}, of Debian {suite} ([table](slurm-tested.md#versions-of-slurm))",
             f"versions:faults {suite}",
             12,
             LOCAL,
@@ -391,7 +391,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         for site in sites.SITES
     },
     "sites": Campaign(
-        "`init`, `doctor` and `plan` say what a site does otherwise ([table](slurm.md#what-is-said-of-a-habit))",
+        "`init`, `doctor` and `plan` say what a site does otherwise ([table](slurm-tested.md#what-is-said-of-a-habit))",
         "sites:listen",
         len(sites.SITES),
         LOCAL,
@@ -412,8 +412,8 @@ CAMPAIGNS: dict[str, Campaign] = {
 
 def pages(records: Records) -> dict[Path, str]:
     """Returns the text of every page that has results of campaigns."""
-    slurm = PAGE.with_name("slurm.md")
-    text = slurm.read_text(encoding="utf-8")
+    tested = PAGE.with_name("slurm-tested.md")
+    text = tested.read_text(encoding="utf-8")
     tables = {
         "versions-VERSION": _versions(records, "versions-"),
         "faults-VERSION": _versions(records, "faults-"),
@@ -424,7 +424,7 @@ def pages(records: Records) -> dict[Path, str]:
         begin = _BEGIN.format(names)
         before, _, rest = text.partition(begin)
         text = before + begin + table + _END + rest.partition(_END)[2]
-    return {PAGE: render(records), slurm: text}
+    return {PAGE: render(records), tested: text}
 
 
 def _versions(records: Records, prefix: str) -> str:
@@ -457,9 +457,12 @@ def _when(record: Mapping[str, Any]) -> str:
 
 
 def _said(records: Records) -> str:
-    """Returns the table of what the verbs say of each habit."""
+    """Returns the table of what the verbs say of each habit: how it begins, the records have all of it."""
     cells = records["sites"]["result"]["table"] if "sites" in records else {}
-    rows = [(site, *(said[verb].replace("|", "\\|") for verb in sites.VERBS)) for site, said in cells.items()]
+    rows = [
+        (site, *(textwrap.shorten(said[verb], 160, placeholder=" ...").replace("|", "\\|") for verb in sites.VERBS))
+        for site, said in cells.items()
+    ]
     return _table(("site", *(f"`{verb}`" for verb in sites.VERBS)), *rows)
 
 

@@ -29,7 +29,7 @@ def test_the_table_of_versions_has_a_row_per_flow_and_a_column_per_slurm() -> No
         f"versions-{version}": {**FACTS, "result": {**counted, "table": {f"{version}.4": cells[version]}}}
         for version in cells
     }
-    (text,) = (text for page, text in pages(records).items() if page.name == "slurm.md")
+    (text,) = (text for page, text in pages(records).items() if page.name == "slurm-tested.md")
     wanted = """
 |  | 20.11.4 | 24.11.4 |
 | --- | --- | --- |
