@@ -30,6 +30,7 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
     Args:
         fault: {"full_rank", "full_step"}: the disk is full in that save; {"slow_s"}: rank 1's disk takes longer;
             {"overtake_step"}: a newer attempt appears in that save; {"kill_rank", "kill_step"}: SIGKILL in that step;
+            {"stop_step"}: rank 1 gets TERM in that step;
             {"own_disks"}: each rank takes itself for a node of its own where local disks are concerned;
             {"dark_step"}: the power of rank 0 is cut when the checkpoint of that step is committed, and what
             metrics.jsonl has got since its last fsync is gone;
@@ -39,7 +40,9 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
         rank: this rank.
     """
     if fault.get("kill_rank") == rank:
-        _kill_in(fault["kill_step"])
+        _send_in(fault["kill_step"], signal.SIGKILL)
+    if "stop_step" in fault and rank == 1:
+        _send_in(fault["stop_step"], signal.SIGTERM)
     if "dark_step" in fault and rank == 0:
         _cut_power_after(fault["dark_step"], run)
     if fault.get("own_disks"):
@@ -101,12 +104,12 @@ def _tell_opened(name: str) -> None:
     sys.addaudithook(tell)
 
 
-def _kill_in(step: int) -> None:
+def _send_in(step: int, sent: signal.Signals) -> None:
     take_step = Stepper.step
 
     def take(self: Stepper, facts: StepFacts, batches: Any) -> Any:
         if facts.step == step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), sent)
         return take_step(self, facts, batches)
 
     Stepper.step = take  # type: ignore[method-assign]
