@@ -12,6 +12,7 @@ Nothing here knows what a run or a checkpoint is.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import functools
 import heapq
@@ -435,6 +436,18 @@ def to_records(kind: type[R], values: Iterable[Any]) -> list[R]:
     return [record for record in records if record is not None]
 
 
+def fields_of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of a JSON object's values that a dataclass has a field for and that fit it.
+
+    For files that a person or another version may have written: what does not fit keeps its default.
+    """
+    found = {}
+    for name, hint in _hints(kind).items():
+        with contextlib.suppress(TypeError, ValueError, KeyError, OverflowError):
+            found[name] = _decode(hint, values[name])
+    return found
+
+
 _hints = functools.cache(get_type_hints)
 
 
@@ -444,6 +457,8 @@ def _decode(kind: Any, value: Any) -> Any:
     if origin is UnionType:
         return None if value is None else _decode(of[0], value)
     if origin in (tuple, list):
+        if isinstance(value, str):
+            raise TypeError(value)
         return origin(_decode(of[0], item) for item in value)
     if origin in (dict, Mapping):
         # The keys of a JSON object are always text.
@@ -451,6 +466,8 @@ def _decode(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         return kind(**{name: _decode(hints[name], value[name]) for name in hints if name in value})
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind(value)
     if hasattr(kind, "_fields"):  # a NamedTuple, which JSON has as an array
         return kind(*(_decode(hint, part) for hint, part in zip(_hints(kind).values(), value, strict=True)))
     if kind is float and not (isinstance(value, (int, float)) and math.isfinite(value)):
