@@ -1,42 +1,69 @@
-"""Writes docs/configuration.md from the schema's docstrings and the shipped YAML files.
+"""Writes docs/configuration.md and the files of conf/ that list every key, from the schema and its docstrings.
 
-    python .ci/write_configuration_page.py            # writes the page
-    python .ci/write_configuration_page.py --check    # says whether it is up to date
+    python .ci/write_configuration_page.py            # writes them
+    python .ci/write_configuration_page.py --check    # says whether they are up to date
 
-Meanings and types come from slurm_train/config/schema.py, defaults from conf/: what a person gets who sets nothing.
+`slurm_train/config/schema.py` is the one place of meanings, types and defaults. The files of conf/ that are written
+here are what a person reads, copies and shadows under Hydra; the others are written by hand, with what differs.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from slurm_train.config.frozen import NOT_IDENTITY
+from slurm_train.config.schema import (
+    ClusterSection,
+    ContainerSection,
+    OptimSection,
+    RunConfig,
+    defaults_of,
+    flat,
+)
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "configuration.md"
 CONF = REPOSITORY / "conf"
 SCHEMA = REPOSITORY / "slurm_train" / "config" / "schema.py"
-IDENTITY = REPOSITORY / "slurm_train" / "config" / "frozen.py"
 
-# Keys of the whole that stand outside the sections; they have no docstring of their own in the schema.
-ROOT_MEANINGS = {
-    "seed": "Seed of everything random: weights, order of the samples, augmentation, dropout",
-    "model": "The model: a group (`model=gpt`) or `model._target_=my_package.MyModel`; see below",
-    "data": "The data: a group (`data=stdlib`) or `data._target_=my_package.MyData`; see below",
-    "launch": "slurm: as a job; interactive: in an salloc, yours or a new one; local: here, even with a cluster",
-    "site": "`site=NAME`: a file with your cluster's partition, account and so on; `init` writes it",
-    "notify": "Who is told that the run has finished, failed for good, hung, or was requeued again and again: "
-    "commands, or webhooks as `file:PATH` or `env:NAME`: [being told](watching.md#being-told)",
-    "callbacks": "Code that is called at moments of the training, a list of `_target_`s: [callbacks](callbacks.md)",
-    "task": "`task._target_=my_package.main`: your function on every rank instead of the trainer",
-    "script": "`script=[train.py,--flag]`: your script on every rank instead of the trainer",
-}
+WIDTH = 120
+BRACKETS = ("()", "[]", "{}")
+CHOICES = {"model": "gpt", "data": "stdlib", "optim": "adamw"}
+"""The files that conf/config.yaml chooses."""
+
+PRIMARY_HEAD = """\
+# Every key with the value that a run gets by default. Written by .ci/write_configuration_page.py from the docstrings of
+# slurm_train/config/schema.py; docs/configuration.md has all that they say. A file of the same name in --config-dir
+# shadows this one.
+defaults:
+  - _self_
+  - optim: adamw
+  - model: gpt
+  - data: stdlib
+"""
+PRIMARY_TAIL = """\
+# Configurations are frozen into the run directory; Hydra's own working directories are not needed.
+hydra:
+  output_subdir: null
+  run:
+    dir: .
+"""
+CLUSTER_HEAD = """\
+# What Slurm is asked for. `+cluster=4x8` is this file with nodes=4 and gpus_per_node=8; any NxG works.
+# A cluster/base.yaml of your own in --config-dir shadows this one: the place for your site's partition and account.
+# Written by .ci/write_configuration_page.py from slurm_train/config/schema.py."""
+ADAMW_HEAD = """\
+# AdamW. Matrices decay, vectors (norms, biases) do not. A model's file may name its own rate.
+# Written by .ci/write_configuration_page.py from slurm_train/config/schema.py."""
 
 HEAD = """\
 # Configuration
@@ -83,8 +110,8 @@ setup: ["module load cuda/12.4"]
     mkdir -p my_conf/cluster
     python -m slurm_train --config-dir my_conf +cluster=4x8
 
-Your file replaces the included file completely: keys that it does not have get the defaults of the schema (for
-`cluster` these are the same). `+cluster=big` selects `my_conf/cluster/big.yaml`, which begins with
+Your file replaces the included file completely: keys that it does not have get the defaults of the schema, which the
+included one lists. `+cluster=big` selects `my_conf/cluster/big.yaml`, which begins with
 `defaults: [base, _self_]`.
 
 A file gives texts, variables and flags as they are written, without quotes, too: `account: 0123`, `START: 1:30` and
@@ -141,9 +168,9 @@ def read_sections() -> list[Section]:
         kind = ast.unparse(field.annotation)
         name, kind = _name_of(field), aliases.get(kind, kind)
         section = classes.get(kind.removesuffix(" | None"))
-        if section is None:
-            root.append(Key(name, _kind_in_words(kind), meaning or ROOT_MEANINGS[name]))
-        else:
+        if section is None or kind.endswith(" | None"):
+            root.append(_key(name, field, meaning, aliases))
+        if section is not None:
             keys = list(_keys(name, section, classes, aliases))
             sections.append(Section(name, (ast.get_docstring(section) or "").replace("\n", " "), keys))
     return [Section("", "", root), *sections]
@@ -156,7 +183,7 @@ def _keys(name: str, section: ast.ClassDef, classes: dict[str, ast.ClassDef], al
         if _name_of(field) == "keywords":
             continue
         if inner is None:
-            yield _key(name, field, text, aliases)
+            yield _key(f"{name}.{_name_of(field)}", field, text, aliases)
         else:
             yield from _keys(f"{name}.{_name_of(field)}", inner, classes, aliases)
 
@@ -174,8 +201,8 @@ def _text_of(node: ast.stmt | None) -> str:
     return ""
 
 
-def _key(section: str, field: ast.AnnAssign, meaning: str, aliases: dict[str, str]) -> Key:
-    name, kind = f"{section}.{_name_of(field)}", ast.unparse(field.annotation)
+def _key(name: str, field: ast.AnnAssign, meaning: str, aliases: dict[str, str]) -> Key:
+    kind = ast.unparse(field.annotation)
     assert meaning, f"{name} has no docstring in {SCHEMA}"
     return Key(name, _kind_in_words(aliases.get(kind, kind)), meaning)
 
@@ -195,6 +222,8 @@ _WORDS = {
     "list[str]": "list of strings",
     "list[dict[str, Any]]": "list of mappings",
     "dict[str, Any]": "mapping",
+    "ClusterSection": "section",
+    "ContainerSection": "section",
     "dict[str, Count]": "mapping of whole numbers from 1",
     "Count": "whole number from 1",
     "Degree": "whole number from 1, -1",
@@ -220,36 +249,9 @@ def _one_kind(option: str) -> str:
     return _WORDS[option]
 
 
-def read_defaults() -> dict[str, Any]:
-    """Returns every key's default as shipped, by its dotted name."""
-    shipped = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
-    groups = {key: value for item in shipped["defaults"] if isinstance(item, dict) for key, value in item.items()}
-    flat = {**groups, "cluster": None, "container": None}
-    shipped["optim"] = yaml.safe_load((CONF / "optim" / "adamw.yaml").read_text(encoding="utf-8"))
-    # "${oc.select:model._lr_,3.0e-3}": what it is where the model's file says nothing.
-    shipped["optim"]["lr"] = float(shipped["optim"]["lr"].rpartition(",")[2].rstrip("}"))
-    for section, values in shipped.items():
-        if isinstance(values, dict):
-            flat |= _flat(values, f"{section}.")
-        elif section not in ("defaults", "cluster", "container"):
-            flat[section] = values
-    base = yaml.safe_load((CONF / "cluster" / "base.yaml").read_text(encoding="utf-8"))
-    container = yaml.safe_load((CONF / "container" / "apptainer.yaml").read_text(encoding="utf-8"))
-    flat |= {f"container.{key}": value for key, value in container.items()}
-    return flat | {f"cluster.{key}": value for key, value in base.items()}
-
-
-def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        is_section = isinstance(value, dict) and value
-        flat |= _flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
-    return flat
-
-
 def render() -> str:
-    """Returns the text of the page."""
-    defaults = read_defaults()
+    """Returns the text of docs/configuration.md."""
+    defaults = _shipped_defaults()
     parts = [HEAD.replace("{not_identity}", _not_identity())]
     for section in read_sections():
         title = f"`{section.name}`: {section.meaning.rstrip('.')}" if section.name else "Top-level keys"
@@ -265,6 +267,15 @@ def render() -> str:
     return "\n".join(parts)
 
 
+def _shipped_defaults() -> dict[str, Any]:
+    """Returns what a key has where nothing sets it, by its dotted name; "???" for what must be given."""
+    optional = {"cluster": ClusterSection, "container": ContainerSection}
+    defaults = flat(defaults_of(RunConfig)) | {"container.kind": "???", "container.image": "???", **CHOICES}
+    for name, section in optional.items():
+        defaults |= {f"{name}.{key}": value for key, value in defaults_of(section).items()}
+    return defaults
+
+
 def _row(key: Key, defaults: dict[str, Any]) -> str:
     cells = [f"`{key.name}`", f"`{_value(defaults[key.name])}`", key.kind, key.meaning.rstrip(".")]
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "\\<") for cell in cells) + " |"
@@ -277,14 +288,8 @@ def _value(value: Any) -> str:
 
 
 def _not_identity() -> str:
-    tree = ast.parse(IDENTITY.read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NOT_IDENTITY":
-            names: tuple[str, ...] = ast.literal_eval(node.value)
-            return _wrap(
-                [f"`{name}`" + ("" if "." in name or name in ROOT_MEANINGS else " (all of it)") for name in names]
-            )
-    raise AssertionError(f"no NOT_IDENTITY in {IDENTITY}")
+    sections = {section.name for section in read_sections()}
+    return _wrap([f"`{name}`" + (" (all of it)" if name in sections else "") for name in NOT_IDENTITY])
 
 
 def _wrap(items: list[str], width: int = 110) -> str:
@@ -305,16 +310,114 @@ def _group(path: Path) -> str:
     return f"### `{sign}{path.parent.name}={path.stem}`\n\n{textwrap.fill(about, 118)}\n\n```yaml\n{body}\n```\n"
 
 
+# The files of conf/ that list every key
+
+
+def render_primary() -> str:
+    """Returns the text of conf/config.yaml."""
+    lines = [PRIMARY_HEAD]
+    for name, value in defaults_of(RunConfig).items():
+        if name not in CHOICES:
+            is_section = isinstance(value, dict)
+            lines += [""] if is_section or not lines[-1] else []
+            lines += _yaml_lines({name: value}, _meanings())
+            lines += [""] if is_section else []
+    return re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, "", PRIMARY_TAIL]))
+
+
+def render_cluster() -> str:
+    """Returns the text of conf/cluster/base.yaml."""
+    lines = _yaml_lines(defaults_of(ClusterSection), _meanings(), prefix="cluster.")
+    return "\n".join([CLUSTER_HEAD, *lines, ""])
+
+
+def render_adamw() -> str:
+    """Returns the text of conf/optim/adamw.yaml."""
+    defaults = defaults_of(OptimSection)
+    defaults["lr"] = f"${{oc.select:model._lr_,{_yaml(defaults['lr'])}}}"
+    lines = _yaml_lines(defaults, _meanings(), prefix="optim.")
+    return "\n".join([ADAMW_HEAD, *lines, ""])
+
+
+def _meanings() -> dict[str, Key]:
+    sections = read_sections()
+    headings = {section.name: Key(section.name, "", section.meaning) for section in sections}
+    # Of a section that may be missing the root's own key says how it is asked for.
+    return headings | {key.name: key for section in sections for key in section.keys}
+
+
+def _yaml_lines(values: Mapping[str, Any], meanings: Mapping[str, Key], *, prefix: str = "") -> list[str]:
+    """Returns a line for each key, those of a section below it, with the beginning of what its docstring says."""
+    lines = []
+    for name, value in values.items():
+        key = meanings.get(f"{prefix}{name}", Key("", "", ""))
+        if isinstance(value, dict) and value:
+            lines += _with_comment(f"{name}:", key)
+            lines += [f"  {line}" for line in _yaml_lines(value, meanings, prefix=f"{prefix}{name}.")]
+        else:
+            lines += _with_comment(f"{name}: {_yaml(value)}", key)
+    return lines
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, str) and value.startswith("$"):
+        return value
+    return yaml.safe_dump(value, default_flow_style=True).partition("\n")[0]
+
+
+def _with_comment(line: str, key: Key) -> list[str]:
+    """Returns a line with as much of a key's meaning as it has room for, its choices in front."""
+    # "cosine, linear or mapping, null"; the values of a switch need no list.
+    named = key.kind.partition(" or ")[0].removesuffix(", null")
+    is_choice = re.fullmatch(r"(?!true)[\w-]+(, [\w-]+)+", named) is not None
+    choices = f"{named.replace(', ', ' | ')}; " if is_choice else ""
+    said = key.meaning.rstrip(".")
+    said = f"{said[:1].lower()}{said[1:]}" if choices else said
+    meaning = f"{choices}{said}"
+    beginning = line if line.endswith(":") else f"{line:<28}"
+    room = WIDTH - len(f"  {beginning}  # ")
+    ends = [len(choices) + end for end in _ends_of_clauses(said)]
+    beside = [end for end in ends if end <= room]
+    if beside:
+        return [f"{beginning}  # {meaning[: beside[-1]]}"]
+    if choices:
+        return [f"{beginning}  # {choices.rstrip('; ')}"]
+    above = [end for end in ends if end <= WIDTH - len("    # ")]
+    return [f"# {meaning[: above[-1]]}", line] if above else [line]
+
+
+def _ends_of_clauses(text: str) -> list[int]:
+    """Returns where a text may be cut: behind its sentences and parts of them; in the first one at a comma as well."""
+    found = [match.start() for match in re.finditer(r"; |(?<=[\w\])`]{2})\. |, |$", text)]
+    whole = [end for end in found if all(text.count(a, 0, end) == text.count(b, 0, end) for a, b in BRACKETS)]
+    first = next((end for end in whole if text.startswith(".", end)), len(text))
+    return [end for end in whole if end <= first or not text.startswith(",", end)]
+
+
+PAGES: Mapping[Path, Callable[[], str]] = {
+    # The page quotes the files, so they come first.
+    CONF / "config.yaml": render_primary,
+    CONF / "cluster" / "base.yaml": render_cluster,
+    CONF / "optim" / "adamw.yaml": render_adamw,
+    PAGE: render,
+}
+
+
 def main() -> int:
-    """Writes the page, or checks it; returns the exit code."""
-    text = render()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{PAGE} is out of date: run python .ci/write_configuration_page.py", file=sys.stderr)
-    return 1
+    """Writes the pages, or checks them; returns the exit code."""
+    outdated = []
+    for path, page in PAGES.items():
+        text = page()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            outdated.append(path)
+            if "--check" not in sys.argv[1:]:
+                path.write_text(text, encoding="utf-8")
+    if outdated and "--check" in sys.argv[1:]:
+        print(f"{outdated} are out of date: run python .ci/write_configuration_page.py", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -80,3 +80,10 @@ def test_every_part_runs_and_the_last_lines_have_the_verdict_of_each(tmp_path: P
     assert head.startswith("== make all: FAILED")
     assert [line.split()[:2] for line in verdicts] == [["passed", "one"], ["FAILED", "two"], ["passed", "three"]]
     assert verdicts[0].endswith("3 passed")
+
+
+def test_the_pages_that_are_made_from_the_schema_are_as_it_is() -> None:
+    checked = subprocess.run(
+        [sys.executable, CI / "write_configuration_page.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr

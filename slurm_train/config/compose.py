@@ -40,9 +40,12 @@ from omegaconf.resolvers.oc import env as read_variable
 from slurm_train.assets import asset_dir
 from slurm_train.config.schema import (
     ClusterSection,
+    ContainerSection,
+    OptimSection,
     RunConfig,
     all_keys,
     build_config,
+    defaults_of,
     flat,
     to_mapping,
     unknown_key_error,
@@ -72,7 +75,12 @@ TASK_NAME = "slurm_train"
 _MOST_POINTS = 100_000
 # In this order: a site fills the cluster that was chosen.
 _GROUPS = ("optim", "model", "data", "cluster", "site", "container")
-_CLUSTER_DEFAULTS: Mapping[str, Any] = to_mapping(ClusterSection())
+# Sections of a group, whose files have what differs from these.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "cluster": defaults_of(ClusterSection),
+    "container": defaults_of(ContainerSection),
+    "optim": defaults_of(OptimSection),
+}
 _FIRST_GROUPS = ("cluster", "site", "container")
 # An item of a list in quotes, and one that means the same without them.
 _QUOTED_ITEM = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
@@ -193,10 +201,10 @@ class Composer:
         groups, values = self.split(parsed)
         full = copy.deepcopy(self.base(groups))
         typed = {value.key_or_group for value in values}
-        filled = _fill_cluster(full)
+        filled = _fill_sections(full)
         ConfigLoaderImpl._apply_overrides_to_config(values, full)
         # A word may give the whole section: cluster={nodes: 2, partition: gpu}.
-        filled += _fill_cluster(full)
+        filled += _fill_sections(full)
         open_keys = [key for key in _still_default(full, filled) if f"cluster.{key}" not in typed]
         tasks = [override for override in parsed if not override.is_hydra_override()]
         shape = full.hydra.job.config.override_dirname
@@ -371,17 +379,19 @@ def compose(words: Words) -> Composed:
     return Composer(words).compose(words.overrides)
 
 
-def _fill_cluster(full: DictConfig) -> list[str]:
-    """Gives the keys of an asked cluster that no file sets the defaults of the schema, and returns these keys."""
-    section = full.get("cluster")
-    if not isinstance(section, DictConfig) or "nodes" not in section:
-        return []
-    given = {str(key) for key in section.keys()}  # noqa: SIM118  # without it OmegaConf leaves out "???"
-    missing = {key: value for key, value in _CLUSTER_DEFAULTS.items() if key not in given}
-    with open_dict(section):
-        for key, value in missing.items():
-            section[key] = value
-    return list(missing)
+def _fill_sections(full: DictConfig) -> list[str]:
+    """Gives the keys of chosen groups that no file sets the defaults of the schema; returns those of the cluster."""
+    filled = list[str]()
+    for name, defaults in _DEFAULTS.items():
+        section = full.get(name)
+        if not isinstance(section, DictConfig) or (name == "cluster" and "nodes" not in section):
+            continue
+        given = {str(key) for key in section.keys()}  # noqa: SIM118  # without it OmegaConf leaves out "???"
+        with open_dict(section):
+            for key in defaults.keys() - given:
+                section[key] = defaults[key]
+                filled += [key] if name == "cluster" else []
+    return filled
 
 
 def _still_default(full: DictConfig, keys: Iterable[str]) -> list[str]:
@@ -390,7 +400,7 @@ def _still_default(full: DictConfig, keys: Iterable[str]) -> list[str]:
     if not isinstance(section, DictConfig):
         return []
     values = cast(dict[str, Any], OmegaConf.to_container(section, resolve=False))
-    return [key for key in keys if values.get(key) == _CLUSTER_DEFAULTS[key]]
+    return [key for key in keys if values.get(key) == _DEFAULTS["cluster"][key]]
 
 
 def _plain(full: DictConfig, keys: Iterable[str], *, resolve: bool) -> dict[str, Any]:

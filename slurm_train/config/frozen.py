@@ -22,7 +22,16 @@ from typing import Any, Literal
 import yaml
 
 from slurm_train.assets import asset_dir
-from slurm_train.config.schema import OptimSection, RunConfig, all_keys, build_config, flat, nested, to_mapping
+from slurm_train.config.schema import (
+    ClusterSection,
+    RunConfig,
+    all_keys,
+    build_config,
+    defaults_of,
+    flat,
+    nested,
+    to_mapping,
+)
 from slurm_train.config.synonyms import REMOVED_KEYS, REMOVED_VALUES, RENAMED_KEYS
 from slurm_train.errors import RunError
 from slurm_train.trust import read_text
@@ -373,25 +382,24 @@ class Setting:
 def list_settings(config: Mapping[str, Any]) -> list[Setting]:
     """Returns a frozen configuration key by key, for showing what a person has chosen.
 
-    Defaults are read from the shipped files as they are, without Hydra; a model, data set or optimizer is compared with
-    the shipped file of the same `_target_`.
+    Defaults are those of the schema; a model, data set or optimizer is compared with the shipped file of the same
+    `_target_`, which is read as it is, without Hydra.
 
     Args:
         config: the mapping in a run's config.yaml.
     """
     conf = asset_dir("conf")
     values = flat(config)
-    defaults = _read_shipped(conf / "config.yaml")
+    defaults = defaults_of(RunConfig)
     for group in ("model", "data", "optim"):
         chosen = config.get(group)
         target = chosen.get("_target_") if isinstance(chosen, Mapping) else None
         files = {path.stem: _read_shipped(path) for path in sorted((conf / group).glob("*.yaml"))}
-        defaults[group] = next((file for file in files.values() if file["_target_"] == target), files["custom"])
-    # Of the schema's own keys a file may leave out what its class does not take.
-    defaults["optim"] = to_mapping(OptimSection()) | defaults["optim"]
+        file = next((file for file in files.values() if file["_target_"] == target), files["custom"])
+        defaults[group] = (defaults[group] or {}) | file
     if config.get("cluster"):
         # Its size has no default: every run has its own.
-        defaults["cluster"] = _read_shipped(conf / "cluster" / "base.yaml")
+        defaults["cluster"] = defaults_of(ClusterSection)
         del defaults["cluster"]["nodes"], defaults["cluster"]["gpus_per_node"]
     default_of = {key: value for key, value in flat(defaults).items() if value != "???"}
     # "${oc.select:model._lr_,3.0e-3}": a model's file may say something else, which then counts as chosen.
@@ -406,5 +414,5 @@ def list_settings(config: Mapping[str, Any]) -> list[Setting]:
 
 
 def _read_shipped(path: Path) -> dict[str, Any]:
-    values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    return {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
+    values: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    return values

@@ -139,7 +139,7 @@ class OptimSection:
     _target_: str = "torch.optim.AdamW"
     """Class of the optimizer, of torch or a package; other keys of this section that it takes are its keywords, e.g.
     `optim._target_=torch.optim.SGD optim.lr=0.1 optim.momentum=0.9`."""
-    lr: Amount = 1e-3
+    lr: Amount = 3e-3
     """Peak learning rate, tuned for `lr_global_size`."""
     lr_global_size: Count | None = None
     """Global batch that `lr` was tuned for; default: that of the run, so `lr` is not changed."""
@@ -210,11 +210,11 @@ class OptimSection:
 class TrainSection:
     """The training loop."""
 
-    max_steps: Count = 1000
+    max_steps: Count = 300
     """Optimizer steps of the whole run."""
     max_epochs: Positive | None = None
     """Passes over the training samples, in place of `max_steps`; rounded up to whole steps."""
-    eval_every_steps: Count | None = None
+    eval_every_steps: Count | None = 100
     """Optimizer steps between evaluations; null: only at the end."""
     eval_max_batches: Count | None = None
     """Largest evaluation, in global batches, of samples that are spread over the held-out ones; null: all of them."""
@@ -257,7 +257,7 @@ class TrainSection:
     follow: str | None = None
     """Scores every checkpoint of the folder `evaluate_from` as it appears, until the run there is over; the text is the
     name of the scores, "" for none. `evaluate --follow` sets it."""
-    sample_tokens: Whole = 0
+    sample_tokens: Whole = 200
     """Length of the text that is generated at the end of a run, if the model can generate; 0: none."""
 
     def compiles(self, *, on_gpu: bool) -> bool:
@@ -284,7 +284,7 @@ class DdpSection:
 class CheckpointSection:
     """When checkpoints are written and how many are kept."""
 
-    every_steps: Count | Literal["auto"] | None = 200
+    every_steps: Count | Literal["auto"] | None = 100
     """Optimizer steps between checkpoints; auto: what loses least time; null: only at a stop and at the end."""
     failure_every_h: Positive = 24.0
     """Hours between interruptions that `every_steps=auto` assumes; it is updated from the interruptions of the run."""
@@ -590,10 +590,14 @@ class RunConfig:
     """The whole configuration of a run. `model`, `data` and `task` are `_target_` mappings for your own code."""
 
     seed: int = 0
+    """Seed of everything random: weights, order of the samples, augmentation, dropout."""
     launch: Launch = "slurm"
+    """slurm: as a job; interactive: in an salloc, yours or a new one; local: here, even with a cluster."""
     run: RunSection = RunSection()
     model: dict[str, Any] | None = None
+    """The model: a group (`model=gpt`) or `model._target_=my_package.MyModel`; see below."""
     data: dict[str, Any] | None = None
+    """The data: a group (`data=stdlib`) or `data._target_=my_package.MyData`; see below."""
     batch: BatchSection = BatchSection()
     optim: OptimSection = OptimSection()
     train: TrainSection = TrainSection()
@@ -605,13 +609,21 @@ class RunConfig:
     sweep: SweepSection = SweepSection()
     track: TrackSection = TrackSection()
     callbacks: list[dict[str, Any]] = field(default_factory=list)
+    """Code that is called at moments of the training, a list of `_target_`s: [callbacks](callbacks.md)."""
     notify: list[str] = field(default_factory=list)
+    """Who is told that the run has finished, failed for good, hung, or was requeued again and again: commands, or
+    webhooks as `file:PATH` or `env:NAME`: [being told](watching.md#being-told)."""
     parallel: ParallelSection = ParallelSection()
     cluster: ClusterSection | None = None
+    """`+cluster=4x8` asks Slurm for 4 nodes with 8 GPUs each."""
     site: str | None = None
+    """`site=NAME`: a file with your cluster's partition, account and so on; `init` writes it."""
     container: ContainerSection | None = None
+    """`container=apptainer container.image=/images/torch.sif`: the Python of the ranks runs in an image."""
     task: dict[str, Any] | None = None
+    """`task._target_=my_package.main`: your function on every rank instead of the trainer."""
     script: list[str] | None = None
+    """`script=[train.py,--flag]`: your script on every rank instead of the trainer."""
 
     @property
     def trains(self) -> bool:
@@ -748,6 +760,19 @@ def _required_keys(cls: type[Any]) -> list[str]:
         for item in dataclasses.fields(cls)
         if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
     ]
+
+
+def defaults_of(cls: type[Any]) -> dict[str, Any]:
+    """Returns the default of every key of a dataclass that has one, e.g. {"nodes": 1, ...}."""
+    defaults = {}
+    for item in dataclasses.fields(cls):
+        if item.name == KEYWORDS:
+            continue
+        if item.default is not dataclasses.MISSING:
+            defaults[item.name] = to_mapping(item.default)
+        elif item.default_factory is not dataclasses.MISSING:
+            defaults[item.name] = to_mapping(item.default_factory())
+    return defaults
 
 
 def to_mapping(value: Any) -> Any:

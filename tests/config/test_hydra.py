@@ -98,7 +98,7 @@ def test_every_row_of_the_tables_is_tested() -> None:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("--cfg job", "lr: ${oc.select:model._lr_,3.0e-3}"),
+        ("--cfg job", "lr: ${oc.select:model._lr_,0.003}"),
         ("--cfg job --resolve", "lr: 0.003"),
         ("--cfg=hydra", "output_subdir: null"),
         ("--cfg job --package optim optim.lr=0.5", "# @package optim\n_target_: torch.optim.AdamW\nlr: 0.5"),

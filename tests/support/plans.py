@@ -13,6 +13,8 @@ DEFAULTS: dict[str, Any] = {
     "model": {"_target_": "slurm_train.models.gpt.GPT", "width": 160},
     "data": {"_target_": "slurm_train.data.stdlib.build", "context": 256},
     "batch": {"global_size": 64},
+    "optim": {"lr": 1e-3},
+    "train": {"max_steps": 1000},
 }
 
 

@@ -4,7 +4,7 @@ A tracker may raise, hang or die at any moment: each runs in a process of its ow
 package is imported there alone. To add one:
 
 1. here a class, named in `TRACKERS` after its package;
-2. its section in `TrackSection` of `config/schema.py`, with the defaults in `conf/config.yaml`;
+2. its section in `TrackSection` of `config/schema.py`;
 3. in `tools/trackers/__init__.py` the key that switches it on, and the variables that hold its keys;
 4. its package as an extra in `pyproject.toml`, and a row in `docs/trackers.md`.
 """
