@@ -26,7 +26,7 @@ from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.removal import remove_tree
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.site import SiteFacts, gather_facts, login_name
+from slurm_train.slurm.site import SiteFacts, site_of
 from slurm_train.tools.doctor.site_rules import (
     SiteView,
     find_site_facts,
@@ -80,7 +80,7 @@ def _view_site(commands: SlurmCommands) -> SiteView:
     if not commands.is_available():
         return SiteView(has_slurm=False)
     try:
-        facts = gather_facts(commands, user=login_name())
+        facts = site_of(commands).facts()
         return SiteView(
             facts=facts,
             runtimes=[name for name in _RUNTIMES if shutil.which(name)],

@@ -21,7 +21,7 @@ from slurm_train.request.acceptance import require_slurm
 from slurm_train.rundir.files import write_atomic
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.refusals import TestVerdict
-from slurm_train.slurm.site import SiteFacts, gather_facts, login_name
+from slurm_train.slurm.site import SiteFacts, site_of
 from slurm_train.tools.site import Question, build_profile, open_questions, render_site, try_site
 from slurm_train.verbs import parse
 
@@ -37,7 +37,7 @@ def main(words: Sequence[str]) -> int:
         )
     commands = SlurmCommands(os.environ)
     require_slurm(commands, os.environ)
-    facts = gather_facts(commands, user=login_name())
+    facts = site_of(commands).facts()
     for problem in facts.problems:
         note(f"Slurm does not say: {problem}")
     name = _name_of(arguments.name, facts)

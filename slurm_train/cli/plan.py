@@ -17,14 +17,16 @@ from slurm_train.config.words import Words, read_words
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.formatting import byte_size, count, share, shorten, table
 from slurm_train.plan.placement import TABLE_HEADER, table_rows, topology_text
-from slurm_train.plan.plan import RunPlan, plan_run
+from slurm_train.plan.plan import RunPlan, node_shares, plan_run
 from slurm_train.plan.preview import plan_rows
+from slurm_train.slurm.site import ask_early, site_of
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
     from slurm_train.config.schema import RunConfig
     from slurm_train.plan.speed import Speed
     from slurm_train.plan.when import Option
+    from slurm_train.slurm.commands import SlurmCommands
     from slurm_train.slurm.refusals import TestVerdict
     from slurm_train.slurm.site import SiteFacts
 
@@ -66,16 +68,18 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError("`plan` prints a plan, --cfg and --info print a configuration", hint="drop `plan`")
     env = dict(os.environ)
     cwd = working_folder(env)
+    # A table of layouts needs no Slurm.
+    commands = ask_early(words if flags.suggest is None else (), env)
     settings = read_settings_of(flags)
     flags = settings.words
     _check_flags(flags)
     if flags.multirun:
-        return _plan_sweep(settings, after=flags.after, env=env, cwd=cwd)
+        return _plan_sweep(settings, commands, after=flags.after, env=env, cwd=cwd)
     if flags.suggest is not None:
         return _suggest(settings.compose().config, flags.suggest, env)
     if flags.when is not None:
-        return _when(settings, flags.when, env=env, cwd=cwd, as_json=flags.json)
-    return _plan_run(settings, env=env, cwd=cwd)
+        return _when(settings, commands, flags.when, env=env, cwd=cwd, as_json=flags.json)
+    return _plan_run(settings, commands, env=env, cwd=cwd)
 
 
 def _check_flags(flags: Words) -> None:
@@ -95,12 +99,13 @@ def _check_flags(flags: Words) -> None:
     raise ConfigError(f"{typed[0]} has no effect on the table of {tables[0]}", hint=f"drop {typed[0]}")
 
 
-def _plan_run(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -> int:
+def _plan_run(settings: HydraSettings, commands: SlurmCommands, *, env: Mapping[str, str], cwd: Path) -> int:
     """Prints what becomes of one run; with --ranks only where its ranks are."""
     from slurm_train.plan.choice import settle_parallel
 
     flags = settings.words
-    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel)
+    shares = node_shares(env, commands)
+    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel, shares=shares)
     check_inputs(plan, cwd=cwd)
     _say_variables(plan, env)
     _say_dependency(flags.after, plan, env)
@@ -111,8 +116,8 @@ def _plan_run(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -> 
     from slurm_train.plan.speed import estimate_run
 
     measured = _measure(plan, env, cwd) if flags.measure else None
-    estimate = estimate_run(plan, facts=_site_facts(plan, env), env=env, measured=measured)
-    job = None if plan.config.cluster is None else _preview_job(plan, env)
+    estimate = estimate_run(plan, facts=_site_facts(plan, commands), env=env, measured=measured)
+    job = None if plan.config.cluster is None else _preview_job(plan, commands, env)
     if job is not None:
         plan = job.plan
     if flags.json:
@@ -154,22 +159,22 @@ class _JobPreview:
         return rows
 
 
-def _preview_job(plan: RunPlan, env: Mapping[str, str]) -> _JobPreview:
+def _preview_job(plan: RunPlan, commands: SlurmCommands, env: Mapping[str, str]) -> _JobPreview:
     """Returns the job that a submission would make: where Slurm refuses the chosen CPUs, it is one without them."""
     from slurm_train.request.acceptance import without_chosen_cpus
     from slurm_train.request.batch_script import render_script
 
     script = render_script(plan)
-    slurm = _ask_slurm(script, env, plan)
+    slurm = _ask_slurm(script, commands, env, plan)
     bare = without_chosen_cpus(plan)
     if bare is not None and slurm.get("is_accepted") is False:
         bare_script = render_script(bare)
-        bare_slurm = _ask_slurm(bare_script, env, bare)
+        bare_slurm = _ask_slurm(bare_script, commands, env, bare)
         if bare_slurm.get("is_accepted"):
             plan = bare
             script = bare_script
             slurm = bare_slurm
-    slurm["topology"] = _topology(plan, slurm.get("nodelist", ""), env)
+    slurm["topology"] = _topology(plan, slurm.get("nodelist", ""), commands)
     return _JobPreview(plan=plan, script=script, slurm=slurm)
 
 
@@ -187,16 +192,12 @@ def _say_variables(plan: RunPlan, env: Mapping[str, str]) -> None:
         note(line)
 
 
-def _site_facts(plan: RunPlan, env: Mapping[str, str]) -> SiteFacts | None:
+def _site_facts(plan: RunPlan, commands: SlurmCommands) -> SiteFacts | None:
     """Returns Slurm's answers about the site; None without a cluster, or where Slurm does not answer."""
-    from slurm_train.slurm.commands import SlurmCommands
-    from slurm_train.slurm.site import gather_facts, login_name
-
-    commands = SlurmCommands(env)
     if plan.config.cluster is None or not commands.is_available():
         return None
     try:
-        return gather_facts(commands, user=login_name())
+        return site_of(commands).facts()
     except ClusterError:
         return None
 
@@ -296,23 +297,23 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
     return 0
 
 
-def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[str, str], cwd: Path) -> int:
+def _plan_sweep(
+    settings: HydraSettings, commands: SlurmCommands, *, after: Sequence[str], env: Mapping[str, str], cwd: Path
+) -> int:
     """Prints the sweep's table, and the script of each array to stdout."""
     from slurm_train.cli.multirun import plan_words
     from slurm_train.plan.speed import sweep_rows
     from slurm_train.request.arrays import cut_arrays, max_array_size, refuses_arrays, render_array
     from slurm_train.request.batch_script import render_script
-    from slurm_train.slurm.commands import SlurmCommands
 
     plan = plan_words(settings=settings, env=env, cwd=cwd)
     _say_variables(plan.plans[0], env)
     _say_dependency(after, plan.plans[0], env)
-    for name, text in sweep_rows(plan.plans, facts=_site_facts(plan.plans[0], env), env=env):
+    for name, text in sweep_rows(plan.plans, facts=_site_facts(plan.plans[0], commands), env=env):
         note(f"  {name:<13}  {text}")
     if not plan.uses_cluster:
         return 0
-    commands = SlurmCommands(env)
-    site = commands.show_config() if commands.is_available() else {}
+    site = commands.settings if commands.is_available() else {}
     scripts = [(run_plan.run, render_script(run_plan)) for run_plan in plan.plans]
     runs_per_gpu = plan.plans[0].config.sweep.runs_per_gpu
     if runs_per_gpu > 1:
@@ -333,13 +334,15 @@ def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[s
         arrays = arrays[:1]
     for number, array in enumerate(arrays):
         script = render_array(array, plan.sweep, number)
-        says = _ask_slurm(script, env, plan.plans[0])["says"]
+        says = _ask_slurm(script, commands, env, plan.plans[0])["says"]
         note(f"  {f'array {number}':<13}  {len(array.runs)} runs; Slurm {says}")
         print(script, end="")
     return 0
 
 
-def _when(settings: HydraSettings, sizes: str, *, env: Mapping[str, str], cwd: Path, as_json: bool) -> int:
+def _when(
+    settings: HydraSettings, commands: SlurmCommands, sizes: str, *, env: Mapping[str, str], cwd: Path, as_json: bool
+) -> int:
     """Prints when the run would start and end, by size and time limit, to stdout, and where the pace is from to stderr.
 
     Raises:
@@ -350,7 +353,7 @@ def _when(settings: HydraSettings, sizes: str, *, env: Mapping[str, str], cwd: P
     from slurm_train.plan.when import HEADER, START_S, limits_of, read_sizes, rows_of
 
     numbers = read_sizes(sizes)
-    typed = plan_run(settings.compose(), cwd=cwd, env=env)
+    typed = plan_run(settings.compose(), cwd=cwd, env=env, shares=node_shares(env, commands))
     if typed.config.cluster is None:
         raise ConfigError("--when is about jobs of Slurm", hint="name a cluster: plan --when 1-4 +cluster=4x8")
     if not typed.world.is_even:
@@ -358,8 +361,10 @@ def _when(settings: HydraSettings, sizes: str, *, env: Mapping[str, str], cwd: P
             f"--when is for equal nodes, not for {list(typed.world.ranks_per_node)}",
             hint="give cluster.gpus_per_node one number",
         )
-    estimate = estimate_run(typed, facts=_site_facts(typed, env), env=env)
-    job_sizes = _JobSizes(settings=settings, typed=typed, left_steps=estimate.cost.left_steps, env=env, cwd=cwd)
+    estimate = estimate_run(typed, facts=_site_facts(typed, commands), env=env)
+    job_sizes = _JobSizes(
+        settings=settings, commands=commands, typed=typed, left_steps=estimate.cost.left_steps, env=env, cwd=cwd
+    )
     options: list[Option] = []
     for num_nodes in numbers:
         for limit_min in limits_of(estimate.cost.limit_min):
@@ -380,6 +385,7 @@ class _JobSizes:
     """The run of a command line with other numbers of nodes and other time limits."""
 
     settings: HydraSettings
+    commands: SlurmCommands
     typed: RunPlan
     """The run with the size that was typed."""
     left_steps: int | None
@@ -401,7 +407,7 @@ class _JobSizes:
         nothing_known = Option(num_nodes=num_nodes, num_devices=num_devices, limit_min=limit_min)
         try:
             plan = self._plan(num_nodes, limit_min)
-            answer = _ask_slurm(render_script(plan), self.env, plan)
+            answer = _ask_slurm(render_script(plan), self.commands, self.env, plan)
         except ConfigError as err:
             return replace(nothing_known, problem=err.message)
         if not answer.get("is_accepted"):
@@ -434,7 +440,8 @@ class _JobSizes:
         if limit_min is not None and limit_min != limit:
             words.append(f"cluster.time_limit_min={limit_min}")
         composed = self.settings.composer.compose([*_without_time(self.settings.words.overrides, words), *words])
-        return plan_run(composed, cwd=self.cwd, env=self.env, settle=settle_parallel)
+        shares = node_shares(self.env, self.commands)
+        return plan_run(composed, cwd=self.cwd, env=self.env, settle=settle_parallel, shares=shares)
 
 
 def _without_time(overrides: Sequence[str], words: Sequence[str]) -> list[str]:
@@ -444,7 +451,7 @@ def _without_time(overrides: Sequence[str], words: Sequence[str]) -> list[str]:
     return [word for word in overrides if word.lstrip("+").partition("=")[0] not in _TIME_KEYS]
 
 
-def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, Any]:
+def _ask_slurm(script: str, commands: SlurmCommands, env: Mapping[str, str], plan: RunPlan) -> dict[str, Any]:
     """Returns what Slurm "says" about a script, in words, and where there is a verdict what it holds."""
     from slurm_train.request.acceptance import (
         advice,
@@ -455,9 +462,7 @@ def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, 
         step_verdict,
         unchecked,
     )
-    from slurm_train.slurm.commands import SlurmCommands
 
-    commands = SlurmCommands(env)
     if not commands.is_available():
         return {"says": "not here: no sbatch on the PATH, so the script is not checked"}
     try:
@@ -498,10 +503,9 @@ def _answer(verdict: TestVerdict, says: str) -> dict[str, Any]:
     return {"says": says, **{name: getattr(verdict, name) for name in names}}
 
 
-def _topology(plan: RunPlan, nodelist: str, env: Mapping[str, str]) -> str:
+def _topology(plan: RunPlan, nodelist: str, commands: SlurmCommands) -> str:
     """Returns on which switches or blocks the nodes that Slurm would give are; "" where it is not known."""
     from slurm_train.slurm.allocation import parse_nodelist
-    from slurm_train.slurm.commands import SlurmCommands
 
     cluster = plan.config.cluster
     assert cluster is not None
@@ -511,7 +515,7 @@ def _topology(plan: RunPlan, nodelist: str, env: Mapping[str, str]) -> str:
         plan.layout,
         plan.world,
         nodes=parse_nodelist(nodelist),
-        leaf_of=SlurmCommands(env).topology(),
+        leaf_of=commands.topology(),
         may_ask="switches" not in cluster.sbatch and not cluster.nodelist,
     )
 

@@ -17,26 +17,29 @@ from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError, require_all
 from slurm_train.plan.choice import settle_parallel
 from slurm_train.plan.plan import RunPlan, plan_run
-from slurm_train.request.acceptance import asked_of_site
 from slurm_train.rundir.files import read_json, to_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.site import ask_early
 from slurm_train.start.drift import changed_files
 from slurm_train.start.start import Start
 
 
-def main(words: Sequence[str]) -> int:
+def main(words: Sequence[str], commands: SlurmCommands | None = None) -> int:
     """Composes, plans, and submits or trains; returns the exit code."""
-    return begin(words)[0]
+    return begin(words, commands=commands)[0]
 
 
-def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, RunDirectory | SweepDirectory | None]:
+def begin(
+    words: Sequence[str], *, only_submits: bool = False, commands: SlurmCommands | None = None
+) -> tuple[int, RunDirectory | SweepDirectory | None]:
     """Does what `main` does; returns the exit code, and the directory of the run or of the sweep if there is one.
 
     Args:
         words: the command line.
         only_submits: refuse words that would print a configuration or train here, so that it returns soon.
+        commands: Slurm, where it has been asked already.
     """
     flags = read_words(words)
     env = dict(os.environ)
@@ -49,11 +52,7 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
             raise ConfigError("--cfg and --info print something and submit nothing", hint="leave them out")
         Composer(flags).show()
         return EXIT_DONE, None
-    # Before the configuration is composed, which takes as long as half of the answer. A sweep asks by itself.
-    commands = SlurmCommands(env)
-    is_for_cluster = any("cluster" in word for word in flags.overrides)
-    if is_for_cluster and not flags.multirun and commands.is_available():
-        asked_of_site(commands)
+    commands = commands or ask_early(words, env)
     settings = read_settings_of(flags)
     flags = settings.words
     if flags.wait and not flags.multirun:

@@ -105,14 +105,14 @@ def _with_owners(statuses: Sequence[RunStatus], env: Mapping[str, str]) -> list[
     from slurm_train.slurm.flags import read_components
     from slurm_train.slurm.job_limits import obstacles, read_request
     from slurm_train.slurm.records import waits_for_limit
-    from slurm_train.slurm.site import gather_facts, login_name
+    from slurm_train.slurm.site import Site
 
     facts = None
     named = []
     for status in statuses:
         if status.state is RunState.QUEUED and status.job is not None and waits_for_limit(status.job.reason):
             with contextlib.suppress(OSError, ValueError, ClusterError):
-                facts = facts or gather_facts(SlurmCommands(env), user=login_name())
+                facts = facts or Site(SlurmCommands(env)).facts()
                 script = status.run.submit_script.read_text(encoding="utf-8")
                 found = [obstacles(facts, read_request(directives)) for directives in read_components(script)]
                 obstacle = next((of_component[0] for of_component in found if of_component), None)

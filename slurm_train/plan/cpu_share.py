@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 from slurm_train.config.schema import ClusterSection
 from slurm_train.errors import ClusterError
 from slurm_train.plan.placement import World
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import NodeGroup, Partition, chosen_partitions
-from slurm_train.slurm.site import SiteFacts, cpus_for_jobs, default_cpus_per_gpu
+from slurm_train.slurm.site import SiteFacts, cpus_for_jobs, default_cpus_per_gpu, site_of
 
 # A person who sets one of these has decided about CPUs; with --mem-per-cpu more CPUs would also request more memory.
 _ABOUT_CPUS = frozenset(
@@ -52,7 +51,7 @@ class _Part:
 
 
 class NodeShares:
-    """Slurm's answers about nodes, each asked for once, and a rank's part of them.
+    """A rank's part of the nodes that Slurm knows; Slurm is asked once.
 
     Args:
         commands: Slurm.
@@ -62,21 +61,6 @@ class NodeShares:
     def __init__(self, commands: SlurmCommands, *, in_allocation: bool = False) -> None:
         self._commands = commands
         self._in_allocation = in_allocation
-
-    @cached_property
-    def _facts(self) -> SiteFacts:
-        """Slurm's answers; a failure to read the partitions' own settings is only noted.
-
-        Raises:
-            ClusterError: sinfo does not answer.
-        """
-        partitions = self._commands.partitions()
-        try:
-            records = self._commands.show_partitions()
-            settings = self._commands.settings
-        except ClusterError as err:
-            return SiteFacts(partitions=partitions, problems=[err.message])
-        return SiteFacts(partitions=partitions, records=records, settings=settings)
 
     def share_of(
         self,
@@ -109,12 +93,13 @@ class NodeShares:
 
     def _share_of(self, cluster: ClusterSection, world: World, *, runs_per_node: int, runs_per_gpu: int) -> CpuShare:
         requested = cluster.partition or str(cluster.sbatch.get("partition", ""))
-        partitions = chosen_partitions(requested, self._facts.partitions)
-        if self._facts.problems or not partitions:
+        facts = site_of(self._commands).node_facts()
+        partitions = chosen_partitions(requested, facts.partitions)
+        if facts.problems or not partitions:
             return CpuShare(None, _NOT_KNOWN)
         parts = list[_Part]()
         for partition in partitions:
-            site_default = default_cpus_per_gpu(self._facts.record(partition.name), self._facts.settings)
+            site_default = default_cpus_per_gpu(facts.record(partition.name), facts.settings)
             if site_default is not None:
                 reason = f"{site_default} per GPU by the site's DefCpuPerGPU, partition {partition.name}"
                 # One task of torchrun needs the CPUs of all its ranks, which it does not get by default.
@@ -122,40 +107,42 @@ class NodeShares:
                 return CpuShare(ranks_cpus if cluster.launcher == "torchrun" else None, reason)
             for component in world.groups:
                 num_gpus = math.ceil(component.ranks_per_node * runs_per_node / runs_per_gpu)
-                parts += self._parts(cluster, partition, num_gpus=num_gpus, ranks_per_gpu=runs_per_gpu)
+                parts += _parts(cluster, partition, facts, num_gpus=num_gpus, ranks_per_gpu=runs_per_gpu)
         if not parts:
             num_gpus = math.ceil(max(world.ranks_per_node) * runs_per_node / runs_per_gpu)
             return CpuShare(None, f"as Slurm gives them: no node has {num_gpus} GPUs")
         least = min(parts, key=lambda part: part.cpus)
         return CpuShare(least.cpus, least.reason)
 
-    def _parts(
-        self, cluster: ClusterSection, partition: Partition, *, num_gpus: int, ranks_per_gpu: int
-    ) -> list[_Part]:
-        """Returns a rank's part of each kind of node of a partition that has enough GPUs for a component."""
-        record = self._facts.record(partition.name)
-        is_whole = (
-            cluster.sbatch.get("exclusive") in (True, "")
-            or record.get("OverSubscribe") == "EXCLUSIVE"
-            or self._facts.settings.get("SelectType") == "select/linear"
-        )
-        groups = [group for group in partition.groups if group.gpus_per_node >= num_gpus and group.cpus_per_node]
-        typed = [group for group in groups if group.gpu_type == cluster.gpu_type]
-        return [
-            self._part(
-                partition,
-                group,
-                cpus_for_jobs(group, record),
-                ranks_per_gpu * (num_gpus if is_whole else group.gpus_per_node),
-            )
-            for group in typed or groups
-        ]
 
-    def _part(self, partition: Partition, group: NodeGroup, cpus: int, num_parts: int) -> _Part:
-        share = max(1, cpus // num_parts)
-        # The threads of a core are allocated together: an odd number of CPUs would need one core more than there is.
-        if share > group.threads_per_core:
-            share -= share % group.threads_per_core
-        owner = "rank" if num_parts != group.gpus_per_node else "GPU"
-        node = f"a node with {cpus} CPUs and {group.gpus_per_node} GPUs"
-        return _Part(share, f"{share} per rank: a {owner}'s part of {node}, partition {partition.name}")
+def _parts(
+    cluster: ClusterSection, partition: Partition, facts: SiteFacts, *, num_gpus: int, ranks_per_gpu: int
+) -> list[_Part]:
+    """Returns a rank's part of each kind of node of a partition that has enough GPUs for a component."""
+    record = facts.record(partition.name)
+    is_whole = (
+        cluster.sbatch.get("exclusive") in (True, "")
+        or record.get("OverSubscribe") == "EXCLUSIVE"
+        or facts.settings.get("SelectType") == "select/linear"
+    )
+    groups = [group for group in partition.groups if group.gpus_per_node >= num_gpus and group.cpus_per_node]
+    typed = [group for group in groups if group.gpu_type == cluster.gpu_type]
+    return [
+        _part(
+            partition,
+            group,
+            cpus_for_jobs(group, record),
+            ranks_per_gpu * (num_gpus if is_whole else group.gpus_per_node),
+        )
+        for group in typed or groups
+    ]
+
+
+def _part(partition: Partition, group: NodeGroup, cpus: int, num_parts: int) -> _Part:
+    share = max(1, cpus // num_parts)
+    # The threads of a core are allocated together: an odd number of CPUs would need one core more than there is.
+    if share > group.threads_per_core:
+        share -= share % group.threads_per_core
+    owner = "rank" if num_parts != group.gpus_per_node else "GPU"
+    node = f"a node with {cpus} CPUs and {group.gpus_per_node} GPUs"
+    return _Part(share, f"{share} per rank: a {owner}'s part of {node}, partition {partition.name}")

@@ -223,9 +223,9 @@ def _share_cpus(config: RunConfig, world: World, env: Mapping[str, str], shares:
     )
 
 
-def node_shares(env: Mapping[str, str]) -> NodeShares:
+def node_shares(env: Mapping[str, str], commands: SlurmCommands | None = None) -> NodeShares:
     """Returns the source of Slurm's answers about nodes; Slurm is asked when an answer is needed."""
-    return NodeShares(SlurmCommands(env), in_allocation="SLURM_JOB_ID" in env)
+    return NodeShares(commands or SlurmCommands(env), in_allocation="SLURM_JOB_ID" in env)
 
 
 def replan_run(

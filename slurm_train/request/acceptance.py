@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -39,7 +38,7 @@ from slurm_train.slurm.job_limits import (
 from slurm_train.slurm.policy import Partition, chosen_partitions, duration_s, expedites_requeues, tres_gpus
 from slurm_train.slurm.records import unix_s
 from slurm_train.slurm.refusals import Refusal, TestVerdict
-from slurm_train.slurm.site import SiteFacts, begin, gather_facts, login_name
+from slurm_train.slurm.site import SiteFacts, site_of
 
 # Flags of batch scripts only; salloc does not know them, and an allocation is not requeued.
 _OF_BATCH = frozenset({"chdir", "output", "error", "open-mode", "requeue", "no-requeue", "export"})
@@ -171,12 +170,12 @@ def advice(verdict: TestVerdict, script: str, commands: SlurmCommands, plan: Run
     """Returns which key to change so that Slurm accepts the job; by its limits and the partition's nodes, if known."""
     general = verdict.advice
     if verdict.refusal in _ABOUT_LIMITS:
-        hindrances = obstacles(gather_facts(commands, user=login_name()), read_request(read_components(script)[0]))
+        hindrances = obstacles(site_of(commands).facts(), read_request(read_components(script)[0]))
         if hindrances:
             return f"{hindrances[0].what}: {hindrances[0].todo}"
     if plan is None or verdict.refusal not in (*_ABOUT_NODES, Refusal.PARTITION):
         return general
-    partitions = commands.partitions()
+    partitions = site_of(commands).node_facts().partitions
     cluster = plan.config.cluster
     chosen = _partitions_of(plan, partitions)
     # The job would run in one of several partitions, so the largest one says what is possible.
@@ -226,21 +225,6 @@ class Outlook:
     """Why limits of accounting are not known; "" if they are, or if there are none."""
 
 
-Site = tuple[SiteFacts, Sequence[Mapping[str, str]]]
-"""What Slurm says of a site, and its reservations."""
-
-
-@functools.lru_cache(maxsize=1)
-def asked_of_site(commands: SlurmCommands) -> Callable[[], Site]:
-    """Begins to ask what `outlook_of` needs, once, and returns what waits for it.
-
-    Accounting takes as long to answer as a run to be planned, so whoever will need it calls this first.
-    """
-    reservations = begin(commands.show_reservations)
-    facts = begin(lambda: gather_facts(commands, user=login_name()))
-    return lambda: (facts(), reservations())
-
-
 def outlook_of(script: str, commands: SlurmCommands, *, start: str = "") -> Outlook:
     """Returns what comes of a job: without EnforcePartLimits and DenyOnLimit Slurm takes what it will never start.
 
@@ -252,7 +236,9 @@ def outlook_of(script: str, commands: SlurmCommands, *, start: str = "") -> Outl
     Raises:
         ClusterError: no answer from the controller.
     """
-    facts, reservations = asked_of_site(commands)()
+    site = site_of(commands)
+    site.begin()
+    facts = site.facts()
     remarks = []
     is_down = False
     for directives in read_components(script):
@@ -267,7 +253,7 @@ def outlook_of(script: str, commands: SlurmCommands, *, start: str = "") -> Outl
             is_down = True
             states = ", ".join(f"{name} is {state}" for name, state in down.items())
             remarks.append(f"partition {states}: it waits until that is UP again")
-        remarks += _by_reservations(request, facts, reservations, start_unix_s=unix_s(start))
+        remarks += _by_reservations(request, facts, site.reservations(), start_unix_s=unix_s(start))
     unknown = limits_unknown(facts)
     return Outlook(remarks=tuple(dict.fromkeys(remarks)), waits_for_partition=is_down, unknown=unknown)
 
@@ -342,7 +328,7 @@ def unchecked(plan: RunPlan, commands: SlurmCommands) -> str:
     named = {name: getattr(cluster, name, None) for name in ("account", "qos")}
     if not any(named.values()):
         return ""
-    setting = commands.show_config().get("AccountingStorageEnforce", "")
+    setting = commands.settings.get("AccountingStorageEnforce", "")
     enforced = set(setting.lower().replace(" ", "").split(","))
     # All other words but "none" and "nojobs,nosteps" imply associations.
     checks = {

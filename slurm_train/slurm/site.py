@@ -6,12 +6,13 @@ What follows: the account and QOS of a run that names none, who may preempt it, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pwd
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from slurm_train.errors import ClusterError
@@ -29,6 +30,8 @@ from slurm_train.slurm.policy import (
 )
 
 T = TypeVar("T")
+_OTHERS = frozenset({"-m", "--multirun", "-c", "--cfg", "-i", "--info"})
+"""Flags of command lines that are not about one job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,7 @@ def login_name() -> str:
         return str(os.getuid())
 
 
-def begin(question: Callable[[], T]) -> Callable[[], T]:
+def _begin(question: Callable[[], T]) -> Callable[[], T]:
     """Begins to ask something, and returns what waits for the answer; a process that ends need not wait for it."""
     answer: Future[T] = Future()
 
@@ -84,51 +87,105 @@ def begin(question: Callable[[], T]) -> Callable[[], T]:
     return answer.result
 
 
-def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
-    """Returns what Slurm's commands say, all asked at once; one that is missing or refuses is one of the problems.
+class Site:
+    """Slurm's answers about a cluster: each question is asked once, and waited for where its answer is needed.
 
-    Raises:
-        ClusterError: sinfo does not answer, so that nothing is known.
+    Accounting takes 0.4 s to answer, nearly all of it waiting (Slurm before 23.11 sends each message in two parts, the
+    second one only when the first is confirmed). Whoever will need its answers begins to ask early.
+
+    Args:
+        commands: Slurm.
+        user: whose accounts.
     """
-    questions: dict[str, Callable[[], Any]] = {
-        "settings": commands.show_config,
-        "partitions": commands.show_partitions,
-        "accounts": lambda: commands.associations(user),
-        "QOS": commands.all_qos,
-    }
-    waiting = {subject: begin(question) for subject, question in questions.items()}
-    partitions = begin(commands.partitions)
-    problems: list[str] = []
-    answers: dict[str, Any] = {}
-    for subject, wait in waiting.items():
-        try:
-            answers[subject] = wait()
-        except ClusterError as err:
-            problems.append(f"{subject}: {err.message}")
-    settings = answers.get("settings", {})
-    records = answers.get("partitions", [])
-    associations = answers.get("accounts", [])
-    # The database writes names in lower case, scontrol as they were configured.
-    cluster = settings.get("ClusterName", "").lower()
-    parents: dict[str, str] = {}
-    if (
-        "accounts" in answers
-        and any(_names_accounts(record) for record in records)
-        and is_since(settings, LINEAGE_SINCE)
-    ):
-        # Many sites show users their own accounts alone.
-        with contextlib.suppress(ClusterError):
-            parents = commands.account_parents(cluster)
-    of_this_cluster = [association for association in associations if association.cluster.lower() == cluster]
-    return SiteFacts(
-        settings=settings,
-        partitions=partitions(),
-        records=records,
-        associations=of_this_cluster or associations,
-        parents=parents,
-        qos=answers.get("QOS", []),
-        problems=problems,
-    )
+
+    def __init__(self, commands: SlurmCommands, *, user: str | None = None) -> None:
+        name = user or login_name()
+        self._commands = commands
+        self._questions: Mapping[str, Callable[[], Any]] = {
+            "accounts": lambda: commands.associations(name),
+            "QOS": commands.all_qos,
+            "settings": lambda: commands.settings,
+            "partitions": commands.show_partitions,
+            "nodes": commands.partitions,
+            "reservations": commands.show_reservations,
+        }
+        self._answers: dict[str, Callable[[], Any]] = {}
+
+    def begin(self, *subjects: str) -> None:
+        """Begins to ask what has not been asked yet; all questions where no subject is named."""
+        for subject in subjects or self._questions:
+            if subject not in self._answers:
+                self._answers[subject] = _begin(self._questions[subject])
+
+    def reservations(self) -> Sequence[Mapping[str, str]]:
+        """Returns the fields of every reservation that this user can see."""
+        self.begin("reservations")
+        answer: Sequence[Mapping[str, str]] = self._answers["reservations"]()
+        return answer
+
+    def node_facts(self) -> SiteFacts:
+        """Returns what the controller says of partitions and their nodes; accounting is not asked.
+
+        Raises:
+            ClusterError: sinfo does not answer, so that nothing is known.
+        """
+        return self._gather("settings", "partitions")
+
+    def facts(self) -> SiteFacts:
+        """Returns all that Slurm's commands say; one that is missing or refuses is one of the problems.
+
+        Raises:
+            ClusterError: as for `node_facts`.
+        """
+        facts = self._gather("settings", "partitions", "accounts", "QOS")
+        # The database writes names in lower case, scontrol as they were configured.
+        cluster = facts.settings.get("ClusterName", "").lower()
+        parents: dict[str, str] = {}
+        has_accounts = not any(problem.startswith("accounts") for problem in facts.problems)
+        if has_accounts and any(map(_names_accounts, facts.records)) and is_since(facts.settings, LINEAGE_SINCE):
+            # Many sites show users their own accounts alone.
+            with contextlib.suppress(ClusterError):
+                parents = self._commands.account_parents(cluster)
+        of_this_cluster = [record for record in facts.associations if record.cluster.lower() == cluster]
+        return replace(facts, associations=of_this_cluster or facts.associations, parents=parents)
+
+    def _gather(self, *subjects: str) -> SiteFacts:
+        self.begin("nodes", *subjects)
+        problems: list[str] = []
+        answers: dict[str, Any] = {}
+        for subject in subjects:
+            try:
+                answers[subject] = self._answers[subject]()
+            except ClusterError as err:
+                problems.append(f"{subject}: {err.message}")
+        return SiteFacts(
+            settings=answers.get("settings", {}),
+            partitions=self._answers["nodes"](),
+            records=answers.get("partitions", []),
+            associations=answers.get("accounts", []),
+            qos=answers.get("QOS", []),
+            problems=problems,
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def site_of(commands: SlurmCommands) -> Site:
+    """Returns the site that a person's command asks about, which is over soon; others make a `Site` for each look."""
+    return Site(commands)
+
+
+def ask_early(words: Sequence[str], env: Mapping[str, str]) -> SlurmCommands:
+    """Returns Slurm's commands for a command line; where it is about a job, Slurm is asked already.
+
+    Args:
+        words: the command line. A sweep asks by commands of its own, and a configuration that is printed needs none.
+        env: environment for the commands.
+    """
+    commands = SlurmCommands(env)
+    names_cluster = any("cluster" in word for word in words)
+    if names_cluster and _OTHERS.isdisjoint(words) and commands.is_available():
+        site_of(commands).begin()
+    return commands
 
 
 def _names_accounts(record: Mapping[str, str]) -> bool:

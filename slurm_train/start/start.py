@@ -19,8 +19,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ClusterError, ConfigError, RunError
 from slurm_train.formatting import shorten
-from slurm_train.plan.cpu_share import NodeShares
-from slurm_train.plan.plan import RunPlan
+from slurm_train.plan.plan import RunPlan, node_shares
 from slurm_train.plan.shell_choices import take_shell_choices
 from slurm_train.plan.shell_variables import variable_notes
 from slurm_train.request.acceptance import (
@@ -73,7 +72,7 @@ class Start:
         self.accept = accept
         self.after = after
         self.commands = commands or SlurmCommands(env)
-        self.shares = NodeShares(self.commands, in_allocation="SLURM_JOB_ID" in env)
+        self.shares = node_shares(env, self.commands)
         """Slurm's answers about nodes, for the plan of the run."""
 
     def dependency(self, config: RunConfig, root: Path) -> str:

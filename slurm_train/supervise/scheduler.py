@@ -40,7 +40,7 @@ from slurm_train.slurm.records import (
     violent_end,
     waits_for_nodes,
 )
-from slurm_train.slurm.site import gather_facts, login_name, preemption_in
+from slurm_train.slurm.site import Site, preemption_in
 from slurm_train.status.activity import holder_lives, newest_job
 from slurm_train.supervise.continuation import can_avoid, exclude_nodes, is_cancelled, submit_continuation
 from slurm_train.supervise.decision import Decision, is_over_its_limit
@@ -462,7 +462,7 @@ class SlurmJob(Scheduler):
             ClusterError: Slurm does not answer.
         """
         job = self.commands.show_job(self.job_id)
-        facts = gather_facts(self.commands, user=login_name())
+        facts = Site(self.commands).facts()
         return preemption_in(facts, job.get("QOS", ""), job.get("Partition", "")).outcome != "never"
 
     def requeue_delay_s(self) -> float:

@@ -128,3 +128,14 @@ def test_a_program_without_standard_streams_submits_all_the_same(shell: Shell) -
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     assert subprocess.run(["sh", "-c", command], cwd=shell.folder, env=env, check=False).returncode == 0
     assert read_job(run_of(shell, "+cluster=1x8")).job_id == "4711"
+
+
+@pytest.mark.parametrize("verb", ["", "plan "])
+def test_slurm_is_asked_each_question_once(shell: Shell, verb: str) -> None:
+    asked = shell.folder / "asked"
+    for program in ("sinfo", "scontrol", "sacctmgr"):
+        shell.slurm.wrap(program, f'echo "{program} $*" >> {asked}; exec {{real}} "$@"')
+    done = shell.types(f"{verb}+cluster=4x8")
+    questions = asked.read_text().splitlines()
+    assert done.code == 0 and len(questions) >= 6
+    assert len(questions) == len(set(questions)), questions

@@ -10,7 +10,6 @@ import pytest
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ClusterError
 from slurm_train.request.acceptance import (
-    asked_of_site,
     exclude_flags,
     expedite_flags,
     outlook_of,
@@ -23,6 +22,7 @@ from slurm_train.rundir.events import add_bad_nodes, forgive_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.refusals import Refusal, TestVerdict
+from slurm_train.slurm.site import site_of
 from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.plans import make_plan
@@ -153,7 +153,7 @@ def test_what_delays_or_ends_a_job_is_a_remark() -> None:
         {"ReservationName": "mine", "StartTime": str(now_s - 60), "EndTime": str(now_s + 3600), "Flags": ""},
         {"ReservationName": "m", "StartTime": str(now_s + 3600), "EndTime": str(now_s + 7200), "Flags": "MAINT,SPEC"},
     ]
-    asked_of_site.cache_clear()
+    site_of.cache_clear()
     for limit_min, has_remark in ((50, False), (90, True)):
         remarks = outlook_of(script("reservation=mine", f"time={limit_min}"), commands).remarks
         assert ["jobs of reservation mine" in remark for remark in remarks] == [True] * has_remark

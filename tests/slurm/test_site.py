@@ -8,7 +8,7 @@ import pytest
 
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import Association, Qos
-from slurm_train.slurm.site import SiteFacts, default_qos, gather_facts, preemption_in
+from slurm_train.slurm.site import Site, SiteFacts, default_qos, preemption_in
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.tools.site.sites import facts_of
 
@@ -34,7 +34,7 @@ def test_a_database_that_does_not_answer_is_waited_for_once(tmp_path: Path) -> N
     # Each question waits for the other one.
     waits = f'echo asked >> {tmp_path}/asked; until [ "$(wc -l < {tmp_path}/asked)" = 2 ]; do sleep 0.05; done'
     programs.wrap("sacctmgr", f"{waits}; echo 'Connection refused' >&2; exit 1")
-    facts = gather_facts(SlurmCommands({"PATH": programs.path}, timeout_s=20.0), user="me")
+    facts = Site(SlurmCommands({"PATH": programs.path}, timeout_s=20.0), user="me").facts()
     assert [problem.split(":")[0] for problem in facts.problems if "partitions" not in problem] == ["accounts", "QOS"]
 
 

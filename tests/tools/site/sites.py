@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.commands import Finished, SlurmCommands
-from slurm_train.slurm.site import SiteFacts, gather_facts
+from slurm_train.slurm.site import Site, SiteFacts
 
 RECORDED = Path(__file__).parent / "recorded"
 SITES = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
@@ -42,4 +42,4 @@ class RecordedRunner:
 
 def facts_of(site: str) -> SiteFacts:
     """Returns the facts of a recorded site."""
-    return gather_facts(SlurmCommands({}, runner=RecordedRunner(RECORDED / site)), user="me")
+    return Site(SlurmCommands({}, runner=RecordedRunner(RECORDED / site)), user="me").facts()

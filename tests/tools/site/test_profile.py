@@ -11,7 +11,7 @@ from slurm_train.config.site_schema import SiteFile
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import Partition, Qos, parse_sinfo
-from slurm_train.slurm.site import SiteFacts, gather_facts
+from slurm_train.slurm.site import Site, SiteFacts
 from slurm_train.tools.site import (
     build_profile,
     cpus_per_gpu,
@@ -119,9 +119,9 @@ def test_a_site_without_gpus_runs_on_cpus() -> None:
 def test_commands_that_refuse_are_told_and_the_rest_goes_on(tmp_path: Path) -> None:
     commands = SlurmCommands({}, runner=RecordedRunner(tmp_path))
     with pytest.raises(ClusterError, match="no sinfo"):
-        gather_facts(commands, user="me")
+        Site(commands, user="me").facts()
     (tmp_path / "sinfo.txt").write_text((RECORDED / "devcluster" / "sinfo.txt").read_text())
-    facts = gather_facts(commands, user="me")
+    facts = Site(commands, user="me").facts()
     assert [problem.partition(":")[0] for problem in facts.problems] == ["settings", "partitions", "accounts", "QOS"]
     site = build_profile(facts, {})
     assert site.cluster == {"partition": "main", "gpu_flag": "gpus-per-node"}

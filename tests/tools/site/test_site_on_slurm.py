@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import pwd
 
 import pytest
 
 from slurm_train.request.acceptance import slurm_verdict
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.site import gather_facts
+from slurm_train.slurm.site import Site
 from slurm_train.tools.devcluster.plan import ClusterPlan
 from slurm_train.tools.site import build_profile, try_site
 
@@ -18,7 +17,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 def test_a_real_cluster_is_read_and_takes_what_was_found(slurm_cluster: ClusterPlan) -> None:
     commands = SlurmCommands(os.environ)
-    facts = gather_facts(commands, user=pwd.getpwuid(os.getuid()).pw_name)
+    facts = Site(commands).facts()
     assert facts.problems == []
     site = build_profile(facts, {})
     assert (site.cluster["partition"], site.cluster["gpu_flag"], site.cluster["qos"]) == (
