@@ -47,15 +47,15 @@ def render_llms() -> str:
 
 
 def _navigation(text: str) -> dict[str, list[str]]:
-    """Returns the pages of each section of the navigation, e.g. {"Tutorials": ["walkthrough.md"]}."""
+    """Returns the pages of each door of the navigation, e.g. {"Run": ["sweeps.md"]}; not the one that it begins with."""
     sections: dict[str, list[str]] = {}
     section = ""
     for line in text.partition("\nnav:\n")[2].splitlines():
-        if heading := re.fullmatch(r"  - ([^:]+):", line):
+        if heading := re.match(r"  - ([^:]+):", line):
             section = heading[1]
-        elif page := re.fullmatch(r"      - (?:[^:]+: )?([\w-]+\.md)", line):
+        if page := re.fullmatch(r"  +- (?:[^:]+: )?([\w-]+\.md)", line):
             sections.setdefault(section, []).append(page[1])
-    return sections
+    return {section: pages for section, pages in sections.items() if pages != ["index.md"]}
 
 
 def _entry(page: str) -> str:

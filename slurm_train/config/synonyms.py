@@ -337,7 +337,7 @@ _ADVICE = {
         "chat_template template prompt_template train_on_inputs special_tokens formatting_func completion_only_loss "
         "assistant_only_loss"
     ),
-    "there is none: the model computes such a loss in its `training_loss`, see docs/bring-your-own.md": (
+    "there is none: the model computes such a loss in its `training_loss`, see docs/own-model.md": (
         "label_smoothing label_smoothing_factor smoothing loss loss_fn criterion class_weights bce_loss jsd_loss"
     ),
     "there is none: samples are changed in a data set of your own, data._target_=my_package.MyData, or in its "
@@ -378,7 +378,7 @@ _ADVICE = {
     ),
     "there is none: all gradients are clipped and checked before a step": "early_step_in_backward",
     "there is none: no code that comes with weights is run": "trust_remote_code",
-    "there is none: the model's `evaluation_sums` gives measures, see docs/bring-your-own.md": (
+    "there is none: the model's `evaluation_sums` gives measures, see docs/own-model.md": (
         "compute_metrics metrics include_for_metrics"
     ),
     "there is none: gradients are added in float32; ddp.comm=bf16 sends less": (

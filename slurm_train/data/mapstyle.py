@@ -293,7 +293,7 @@ class _Reader:
                 f"set_epoch({epoch}) of {type(self.dataset).__qualname__} has changed its length from {length} to "
                 f"{len(self)} samples",
                 hint="keep __len__, and let set_epoch choose which samples there are; or make a stream of the data set "
-                "(docs/bring-your-own.md)",
+                "(docs/own-data.md)",
             )
 
     def _items_of_epoch(self, keys: list[_Key]) -> list[Any]:
@@ -416,7 +416,7 @@ def _require_map_style(dataset: Any) -> None:
         raise DataError(
             f"{type(dataset).__qualname__} is not a map-style data set: it needs __len__ and __getitem__",
             hint="an exact order needs samples that can be asked for by number; a stream needs __iter__, state_dict "
-            "and load_state_dict, and is resumed exactly on as many ranks (docs/bring-your-own.md)",
+            "and load_state_dict, and is resumed exactly on as many ranks (docs/own-data.md)",
         )
 
 

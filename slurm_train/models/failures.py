@@ -38,7 +38,7 @@ def call_in(err: BaseException) -> str:
         return f"{name} was called with {', '.join(f'{key}: {_typed(item)}' for key, item in batch.items())}"
     return (
         f"{name} was called with the inputs of a batch (inputs, targets): {_typed(batch[0])}; a model that takes the "
-        "whole batch has training_loss(batch), see docs/bring-your-own.md"
+        "whole batch has training_loss(batch), see docs/own-model.md"
     )
 
 

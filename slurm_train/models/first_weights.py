@@ -211,7 +211,7 @@ def _too_large(name: str, reason: str) -> ConfigError:
     return ConfigError(
         f"each rank builds all of {name} in host memory, and there is not enough: {reason}",
         hint="define init_weights(self, name, part) on its class, then each rank makes only what it holds "
-        "(docs/bring-your-own.md#first-weights); or ask for more memory with cluster.memory_gb_per_node",
+        "(docs/own-model.md#first-weights); or ask for more memory with cluster.memory_gb_per_node",
     )
 
 

@@ -142,7 +142,7 @@ def refuse_unexpanded(config: RunConfig, env: Mapping[str, str]) -> None:
         if name not in env:
             hint = f"this shell has no {name}: name a path that this machine and all nodes see"
             if key.startswith("data."):
-                hint += "; for the nodes' own disks see docs/bring-your-own.md#data-on-the-nodes-own-disks"
+                hint += "; for the nodes' own disks see docs/own-data.md#data-on-the-nodes-own-disks"
         raise ConfigError(f"{key}={text} begins with a variable that was not expanded", hint=hint)
 
 
