@@ -96,6 +96,8 @@ ENVIRONMENT_READERS = ("cli.", "worker.", "verbs", "__main__", "session.client")
 # sent by ssh run in the process that has received them.
 ENVIRONMENT_WRITERS = {"train.context", "cli.on"}
 MESH_MAKERS = {"distributed.parallelize"}
+# Of the supervisor; each reading of all ranks takes a file per node.
+HEARTBEAT_READERS = {"supervise.look"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Lines of code: docstrings, comments and blank lines do not count.
 MOST_LINES = 60
@@ -315,6 +317,16 @@ def mesh_makers(tree: Tree) -> list[str]:
     return [module for module in _uses(tree, makes) if module not in MESH_MAKERS]
 
 
+def heartbeat_readers(tree: Tree) -> list[str]:
+    """Modules of the supervisor that read heartbeats, beside the one that makes a `Look` for all judges."""
+
+    def reads(node: ast.AST) -> bool:
+        return isinstance(node, ast.ImportFrom) and any(alias.name == "read_beats" for alias in node.names)
+
+    modules = [module for module in _uses(tree, reads) if room_of(module) == "supervise"]
+    return [module for module in modules if module not in HEARTBEAT_READERS]
+
+
 def removals_of_trees(tree: Tree) -> list[str]:
     """Uses of `shutil.rmtree` and its like, beside `rundir.removal`, which follows no link."""
     names = ("rmtree", "removedirs")
@@ -403,6 +415,7 @@ RULES: dict[str, Callable[[Tree], list[str]]] = {
     "no command goes through a shell": shells,
     "every error says what to do": errors_without_hint,
     "one module makes meshes": mesh_makers,
+    "one module of the supervisor reads heartbeats": heartbeat_readers,
     "one module removes folders": removals_of_trees,
     "no vague names": vague_names,
 }
@@ -516,6 +529,12 @@ BREACHES = [
         "supervise/ranks.py",
         "c = ['env', 'sbatch']\n",
         "supervise.ranks runs sbatch",
+    ),
+    (
+        "one module of the supervisor reads heartbeats",
+        "supervise/a.py",
+        "from slurm_train.rundir.heartbeat import Beat, read_beats\n",
+        "supervise.a",
     ),
     ("one module installs the ranks' signal handlers", "train/a.py", "import signal\nsignal.signal(1, f)\n", "train.a"),
     ("the environment is read at the entry points", "plan/a.py", "import os\nx = os.environ['A']\n", "plan.a"),

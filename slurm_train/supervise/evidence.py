@@ -40,6 +40,7 @@ from slurm_train.rundir.timing import read_account, step_of_attempt
 from slurm_train.slurm.job_variables import is_job_variable
 from slurm_train.slurm.records import NO_STEP, TaskEnd
 from slurm_train.status.failure import crash_in, crash_of_child_in, last_words
+from slurm_train.supervise.best_effort import BestEffort
 from slurm_train.supervise.decision import (
     NODE_FAILURE,
     ends_without_progress,
@@ -47,7 +48,6 @@ from slurm_train.supervise.decision import (
     made_progress,
     node_of,
 )
-from slurm_train.supervise.monitor import BestEffort
 
 _DISK_FULL = "DISK_FULL"
 """The preflight's code: a person who submits sees the error at once, but a requeued run waits for free space."""

@@ -221,7 +221,7 @@ class Observer:
         """The longest time between two marks of a rank before the end of its first step."""
 
     def look(self, beats: Mapping[int, Beat], *, began_s: float, ended_s: float) -> None:
-        """Takes a reading; a reading without any heartbeat is ignored, and its time does not count.
+        """Takes a reading; one that has no heartbeat, or was taken before, is ignored, and its time does not count.
 
         A value that is equal in two readings counts as unchanged from the end of the first reading to the start of
         the second, so a reading may take longer than the limit. One slow reading or pause counts as at most half of the
@@ -234,7 +234,7 @@ class Observer:
         """
         before_s = self._ended_s
         self._ended_s = ended_s
-        if not beats:
+        if not beats or before_s == ended_s:
             return
         longest_s = self._limits.steady_s / 2
         self._now_s = self._until_s + (0.0 if before_s is None else min(began_s - before_s, longest_s))

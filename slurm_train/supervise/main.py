@@ -30,13 +30,14 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.slurm.share import PACK, Share
 from slurm_train.status.activity import clear_dead_pins
+from slurm_train.supervise.best_effort import BestEffort, say
 from slurm_train.supervise.continuation import continued_job
-from slurm_train.supervise.monitor import BestEffort, note_environment, say, watch_ranks
+from slurm_train.supervise.judges import watch_ranks
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.output import outlive_terminal
 from slurm_train.supervise.pack import BACK, PackedJob, return_of
-from slurm_train.supervise.ranks import start_local
+from slurm_train.supervise.ranks import note_environment, start_local
 from slurm_train.supervise.scheduler import Scheduler, SlurmJob
 from slurm_train.supervise.srun import SrunLaunch, pool_of
 from slurm_train.supervise.supervisor import Supervisor, ignore_stop_signals, on_stop, progress_of, refused_code
@@ -177,9 +178,9 @@ def _run_ranks_here(
     def end_ranks(_: Mapping[int, Beat]) -> None:
         ranks.kill()
 
-    monitor = watch_ranks(run, attempt, config, world_size=world_size, end_ranks=end_ranks)
-    with monitor.running(), on_stop(ranks.interrupt):
-        exit_code = ranks.wait(beside=monitor.check)
+    watch = watch_ranks(run, attempt, config, world_size=world_size, end_ranks=end_ranks)
+    with watch.running(), on_stop(ranks.interrupt):
+        exit_code = ranks.wait(beside=watch.check)
     scheduler.violent_end = ranks.violent_end
     scheduler.task_ends = ranks.ends
     return exit_code

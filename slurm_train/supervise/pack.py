@@ -13,8 +13,8 @@ from typing import Any
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import left_jobs
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.supervise.best_effort import BestEffort
 from slurm_train.supervise.decision import Decision, is_over_its_limit
-from slurm_train.supervise.monitor import BestEffort
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.supervisor import FIRST_DELAY_S
 

@@ -19,6 +19,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,14 +27,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slurm_train.assets import read_template
+from slurm_train.code.provenance import record_environment
+from slurm_train.code.snapshot import MOST_CHANGES_SHOWN
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, NodesError, SilentNodesError
-from slurm_train.formatting import plain
+from slurm_train.formatting import plain, shorten
+from slurm_train.rundir.events import append_event
 from slurm_train.rundir.files import open_file
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import compact_nodelist, het_job_ids, parse_nodelist
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
 from slurm_train.slurm.job_variables import helper_environment
 from slurm_train.slurm.records import NO_STEP, TaskEnd
+from slurm_train.supervise.best_effort import say
 
 # --- does every node see the run ---
 
@@ -234,6 +239,32 @@ def _num_nodes(env: Mapping[str, str], nodes: Sequence[str]) -> int:
 
 def _text(part: str | bytes | None) -> str:
     return part.decode(errors="replace") if isinstance(part, bytes) else part or ""
+
+
+def note_environment(run: RunDirectory, attempt: int, *, slurm: Callable[[], str | None]) -> threading.Thread:
+    """Writes an attempt's `environment.json` in a thread that need not be joined; prints which packages have changed.
+
+    A run has its own copy of the code, but not of installed packages; a package that is upgraded between two attempts
+    changes the run.
+
+    Args:
+        run: the run.
+        attempt: its attempt.
+        slurm: returns Slurm's version.
+    """
+
+    def note() -> None:
+        try:
+            changes = record_environment(run, attempt, slurm=slurm())
+            if changes:
+                say(f"installed packages changed since the last attempt: {shorten(changes, MOST_CHANGES_SHOWN)}")
+                append_event(run, "environment", attempt=attempt, changes=changes)
+        except OSError as err:
+            say(f"the environment of the attempt could not be written down: {err}")
+
+    thread = threading.Thread(target=note, name="environment", daemon=True)
+    thread.start()
+    return thread
 
 
 # --- the step of srun ---

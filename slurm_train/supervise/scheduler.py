@@ -42,10 +42,10 @@ from slurm_train.slurm.records import (
 )
 from slurm_train.slurm.site import Site, preemption_in
 from slurm_train.status.activity import holder_lives, newest_job
+from slurm_train.supervise.best_effort import say
 from slurm_train.supervise.continuation import can_avoid, exclude_nodes, is_cancelled, submit_continuation
 from slurm_train.supervise.decision import Decision, is_over_its_limit
 from slurm_train.supervise.growth import Growth
-from slurm_train.supervise.monitor import say
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.ranks import end_step
 

@@ -3,82 +3,58 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed import interfaces
 from slurm_train.distributed.master import chosen_address, probe_port
-from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, NodesError, SilentNodesError
-from slurm_train.rundir.attempts import newest_round, read_ledger
+from slurm_train.errors import EXIT_FAILURE, NodesError, SilentNodesError
 from slurm_train.rundir.events import (
     BAD_NODES_PARTS,
     Finding,
     add_bad_nodes,
-    append_event,
     bad_nodes_of,
     errors_of,
     findings_of,
-    first_mark,
     forgive_nodes,
     list_file,
     read_bad_nodes,
     read_preflight,
     write_preflight,
 )
-from slurm_train.rundir.files import create_empty, for_each, last_lines, read_json, read_record
-from slurm_train.rundir.heartbeat import read_beats
-from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
-from slurm_train.rundir.timing import CAUSES, Spent, last_step, read_notice
+from slurm_train.rundir.files import create_empty, for_each, read_json
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation, cluster_of, compact_nodelist, fewest_cpus, het_job_ids
 from slurm_train.slurm.flags import resource_flags
 from slurm_train.slurm.job_variables import with_gpus_for
 from slurm_train.slurm.records import NO_STEP
 from slurm_train.slurm.share import Share
-from slurm_train.supervise.growth import (
-    Growth,
-    Prospect,
-    assess,
-    newest_growth_unix_s,
-    restart_seconds,
-    step_seconds,
-    wait_seconds,
-)
-from slurm_train.supervise.monitor import (
-    BestEffort,
-    FindingsRelay,
-    Monitor,
-    NoticeKeeper,
-    Task,
-    note_environment,
-    say,
-    watch_ranks,
-)
+from slurm_train.supervise.best_effort import BestEffort, say
+from slurm_train.supervise.job_judges import GrowthWatch, LostNodes, NextRanks, StepsInTheWay, ended_long_ago
+from slurm_train.supervise.judges import FindingsRelay, NoticeKeeper, watch_ranks
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.ranks import (
-    LINGER_S,
-    ORPHAN_LINGER_S,
     WAITS,
     RanksInWaiting,
+    note_environment,
     require_seen_by_all,
     run_on_each_node,
     run_step,
-    silent_nodes,
     start_guard,
     start_step,
 )
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.staging import stage_python
 from slurm_train.supervise.supervisor import refused_code
+from slurm_train.supervise.watch import Watch
 
 _GUARD_GONE_S = 5.0
 _ANSWERS_WITHIN_S = 25.0
@@ -172,235 +148,6 @@ def _address_on(node: str, interface: str, *, env: Mapping[str, str]) -> str:
     return address
 
 
-class _LostNodes(Task):
-    """Detects lost nodes before Slurm does, which needs SlurmdTimeout for it (300 s by default).
-
-    The nodes are asked if ranks have failed and srun does not end, or if the heartbeats of a node have stopped.
-    """
-
-    name = "the look for lost nodes"
-    every_s = 2.0
-    _FAILED_S = 3.0
-    _SILENT_S = 12.0
-
-    def __init__(self, run: RunDirectory, attempt: int, job: SlurmJob, env: Mapping[str, str]) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._job = job
-        self._env = env
-        self._beats: dict[str, tuple[int, float]] = {}
-        """For each node the sum of its ranks' beats, and since when it has not changed."""
-        self._last_question_s = -math.inf
-
-    def look(self) -> None:
-        """Asks the nodes if there is a reason to, at most once a minute."""
-        now_s = time.monotonic()
-        sums = Counter[str]()
-        for beat in read_beats(self._run, self._attempt).values():
-            # More than 0 from the first heartbeat on.
-            sums[beat.host] += beat.beats + 1
-        for host, total in sums.items():
-            if self._beats.get(host, (0, 0.0))[0] != total:
-                self._beats[host] = (total, now_s)
-        mark = first_mark(self._run, self._attempt)
-        has_failed = mark is not None and time.time() - mark.time_unix_s > self._FAILED_S
-        is_silent = any(now_s - since_s > self._SILENT_S for _, since_s in self._beats.values())
-        if (has_failed or is_silent) and now_s - self._last_question_s > 60.0 and not self._job.lost:
-            self._last_question_s = now_s
-            self._job.lost |= set(silent_nodes(self._run, self._job.start.nodes, self._env))
-
-
-class _EndOfRanks(Task):
-    """Detects that the ranks ended so long ago that srun must have missed their end."""
-
-    name = "the look for the end of the ranks"
-
-    def __init__(self, run: RunDirectory, attempt: int) -> None:
-        self._run = run
-        self._attempt = attempt
-        self.is_overdue = False
-
-    def look(self) -> None:
-        """Reads the mark of the rank that failed first."""
-        mark = first_mark(self._run, newest_round(self._run, self._attempt))
-        if mark is not None:
-            linger_s = ORPHAN_LINGER_S if mark.exit_code == EXIT_ORPHANED else LINGER_S
-            self.is_overdue |= time.time() - mark.time_unix_s > linger_s
-
-
-class _StepsInTheWay(Task):
-    """Detects a step of an earlier attempt that keeps srun from starting the ranks, and that cannot be ended.
-
-    A slurmctld that was killed restarts from its state files. If a step ended after these were written, slurmctld
-    regards it as running until the job ends, also after it was cancelled (22.05), and srun waits for its cores.
-    """
-
-    name = "the look for steps in the way"
-    every_s = 10.0
-    _MOST_LOOKS = 3
-
-    def __init__(self, run: RunDirectory, attempt: int, job: SlurmJob) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._job = job
-        self._earlier = {job.step_name(earlier) for earlier in range(attempt)}
-        self._has_begun = False
-        self._looks = 0
-        self.stuck_steps = ""
-        """The ids of such steps that could not be ended, "" for none."""
-
-    def look(self) -> None:
-        """Cancels such steps, and after some looks reports those that remain."""
-        self._has_begun = self._has_begun or bool(read_beats(self._run, self._attempt))
-        if self._has_begun:
-            return
-        steps: dict[str, str] = {}
-        for job_id in self._job.job_ids:
-            steps |= self._job.commands.steps(job_id)
-        self._has_begun = self._job.step_name(self._attempt) in steps.values()
-        earlier_steps = [step for step, name in steps.items() if name in self._earlier]
-        self._looks = self._looks + 1 if earlier_steps and not self._has_begun else 0
-        if self._looks >= self._MOST_LOOKS:
-            self.stuck_steps = ", ".join(earlier_steps)
-        elif self._looks:
-            for step in earlier_steps:
-                self._job.commands.cancel_step(step)
-
-
-class _GrowthWatch(Task):
-    """Asks after saves whether a requeue for more nodes would pay off, and if so stops the ranks for it.
-
-    Args:
-        run: the run.
-        attempt: number of the attempt.
-        job: the job; its `growth` tells the supervisor why the ranks ended.
-        every_min: `requeue.grow_every_min`; "auto" for a default, but never where jobs may be preempted.
-    """
-
-    name = "the look for more nodes"
-    every_s = 5.0
-    _AUTO_MIN = 30
-
-    def __init__(self, run: RunDirectory, attempt: int, job: SlurmJob, *, every_min: int | Literal["auto"]) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._job = job
-        self._is_auto = every_min == "auto"
-        ledger = read_ledger(run)
-        every_s = 60.0 * (self._AUTO_MIN if every_min == "auto" else every_min)
-        self._wait_s = wait_seconds(ledger, every_s=every_s)
-        since_growth_s = time.time() - newest_growth_unix_s(ledger)
-        self._due_s = time.monotonic() + max(self._wait_s - since_growth_s, every_s)
-        self._last_seen_step: int | None = None
-        self._newest_note = ""
-
-    def look(self) -> None:
-        """Asks Slurm when the question is due and a checkpoint was completed after that."""
-        if self._job.growth is not None or time.monotonic() < self._due_s:
-            return
-        newest = next((name_of(path).step for path in list_checkpoints(self._run.checkpoints)), 0)
-        if self._last_seen_step is None or newest <= self._last_seen_step:
-            self._last_seen_step = newest
-            return
-        self._last_seen_step = None
-        self._due_s = time.monotonic() + self._wait_s
-        if self._is_auto and self._job.may_be_preempted():
-            self._note("it does not grow: jobs of its QOS and partition may be preempted (requeue.grow_every_min)")
-            self._due_s = math.inf
-            return
-        growth = self._assess()
-        if growth is None:
-            return
-        if not growth.is_worth_it:
-            self._note(f"it does not grow: {growth.sentence}")
-            return
-        self._note(f"it grows: {growth.sentence}")
-        self._job.growth = growth
-        try:
-            self._job.ask_ranks(self._attempt)
-        except ClusterError:
-            self._job.growth = None
-            raise
-
-    def _assess(self) -> Growth | None:
-        """Returns what a requeue would gain now, None where there is no room or nothing was measured yet."""
-        run = self._run
-        room = self._job.room()
-        nodes = len(self._job.start.nodes)
-        larger = max((size for size in self._job.pool.sizes if size <= room.nodes), default=0)
-        if larger <= nodes:
-            if room.limit_reason:
-                self._note(f"it does not grow: {room.limit_reason}")
-            return None
-        spent = read_record(run.account(self._attempt), Spent)
-        if spent is None:
-            return None
-        ledger = read_ledger(run)
-        ledger[-1] |= {
-            "first_step": spent.first_step,
-            "last_step": spent.first_step + spent.steps,
-            "start_s": spent.begin_unix_s - float(ledger[-1]["time_unix_s"]),
-            **{cause: getattr(spent, cause) for cause in CAUSES[1:-1]},
-        }
-        pace = step_seconds(ledger, nodes=nodes, larger=larger)
-        if pace is None:
-            return None
-        step, larger_step = pace
-        end_unix_s = read_notice(run, self._attempt).end_unix_s
-        growth = assess(
-            Prospect(
-                nodes=nodes,
-                larger=larger,
-                step=step,
-                larger_step=larger_step,
-                restart=restart_seconds(ledger, delay_s=self._job.requeue_delay_s(), save_s=spent.longest_save_s),
-                steps_left=_steps_left(run),
-                time_left_s=None if end_unix_s is None else end_unix_s - time.time(),
-            )
-        )
-        return replace(growth, exclude=room.exclude)
-
-    def _note(self, sentence: str) -> None:
-        """Prints a sentence and writes it down, if it differs from the one before."""
-        if sentence == self._newest_note:
-            return
-        self._newest_note = sentence
-        say(sentence)
-        append_event(self._run, "growth", attempt=self._attempt, sentence=sentence)
-
-
-def _steps_left(run: RunDirectory) -> int | None:
-    """Returns how many steps a run has not taken yet, None where it has no end that is known."""
-    # A run that is counted in epochs has its number of steps in the metrics, not in the plan.
-    lines = last_lines(run.metrics)
-    max_steps = lines[-1].get("max_steps") if lines else None
-    max_steps = max_steps or (read_json(run.plan) or {}).get("max_steps")
-    return None if max_steps is None else max(0, int(max_steps) - last_step(run))
-
-
-class _NextRanks(Task):
-    """Starts the ranks in waiting when the ranks of the attempt train, so that they take no cores from their start."""
-
-    name = "the start of the ranks in waiting"
-    every_s = 1.0
-
-    def __init__(self, run: RunDirectory, attempt: int, *, world_size: int, start: Callable[[], None]) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._world_size = world_size
-        self._start = start
-        self._has_started = False
-
-    def look(self) -> None:
-        """Starts them, once."""
-        if self._has_started:
-            return
-        beats = read_beats(self._run, self._attempt)
-        if len(beats) == self._world_size and all(beat.settled for beat in beats.values()):
-            self._has_started = True
-            self._start()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SrunLaunch:
     """Starts the ranks of an attempt; calling it with the attempt's number returns their exit code."""
@@ -454,18 +201,17 @@ class SrunLaunch:
                 log.write(f"{finding.line}\n".encode())
                 return EXIT_FAILURE if finding.blames_node else err.exit_code
             self._keep_guard()
-            end = _EndOfRanks(run, attempt)
-            in_the_way = _StepsInTheWay(run, attempt, self.job)
-            monitor = self._monitor(attempt)
-            for task in (end, in_the_way) if attempt else (end,):
-                monitor.add(task)
+            in_the_way = StepsInTheWay(attempt, self.job)
+            watch = self._watch(attempt)
+            if attempt:
+                watch.add(in_the_way)
             process = warm or self._start_step(attempt, log=log)
-            with monitor.running():
+            with watch.running():
                 code = run_step(
                     process,
                     log=log,
-                    is_overdue=lambda: end.is_overdue or bool(self.job.lost or in_the_way.stuck_steps),
-                    beside=monitor.check,
+                    is_overdue=lambda: bool(self.job.lost or in_the_way.stuck_steps) or ended_long_ago(watch.look),
+                    beside=watch.check,
                 )
             if in_the_way.stuck_steps:
                 no_step = (
@@ -474,29 +220,26 @@ class SrunLaunch:
                 log.write(f"srun: error: {no_step}\n".encode())
             return code
 
-    def _monitor(self, attempt: int) -> Monitor:
-        """Returns what is done beside the ranks of an attempt, whatever else they are watched for."""
+    def _watch(self, attempt: int) -> Watch:
+        """Returns the watch over the ranks of an attempt."""
         run = self.run
-        world_size = self.job.start.world_size
-        monitor = watch_ranks(
+        watch = watch_ranks(
             run,
             attempt,
             self.config,
-            world_size=world_size,
+            world_size=self.job.start.world_size,
             end_ranks=self.job.end_ranks,
             is_halted=self.job.is_halted,
         )
-        monitor.add(NoticeKeeper(run, attempt, ask=self.job.notice))
-        monitor.add(FindingsRelay(run, attempt))
+        watch.add(NoticeKeeper(run, ask=self.job.notice), FindingsRelay())
         if self.job.pool.outlives_nodes:
-            monitor.add(_LostNodes(run, attempt, self.job, self.env))
+            watch.add(LostNodes(run, self.job, self.env))
         every_min = self.config.requeue.grow_every_min
         if every_min is not None and self._can_grow(self.job.start.nodes):
-            monitor.add(_GrowthWatch(run, attempt, self.job, every_min=every_min))
+            watch.add(GrowthWatch(run, attempt, self.job, every_min=every_min))
         if self.config.requeue.warm_ranks:
-            start = partial(self._start_next, attempt + 1)
-            monitor.add(_NextRanks(run, attempt, world_size=world_size, start=start))
-        return monitor
+            watch.add(NextRanks(partial(self._start_next, attempt + 1)))
+        return watch
 
     def close(self) -> None:
         """Ends the ranks in waiting and the guards."""

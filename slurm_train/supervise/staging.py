@@ -27,7 +27,7 @@ from slurm_train.assets import read_template
 from slurm_train.code.imports import installed_paths, is_installed
 from slurm_train.rundir.files import change_times, fsync_file, listed, write_atomic
 from slurm_train.slurm.commands import run_program
-from slurm_train.supervise.monitor import say
+from slurm_train.supervise.best_effort import say
 from slurm_train.supervise.ranks import run_on_each_node
 
 _ARCHIVES = ".environments_{uid}"

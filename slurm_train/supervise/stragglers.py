@@ -99,7 +99,7 @@ def _rank_pace(late: Beat, early: Beat) -> RankPace:
     return RankPace(late.rank, late.host, *(float(f"{second:.4g}") for second in seconds))
 
 
-class Judge:
+class WindowJudge:
     """Finds in each window what has held for several windows in a row.
 
     Args:

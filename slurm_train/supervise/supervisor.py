@@ -51,6 +51,7 @@ from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
 from slurm_train.slurm.job_variables import node_name
 from slurm_train.slurm.limits import read_limits
 from slurm_train.slurm.records import TaskEnd, end_and_limit, state_in_batch_log
+from slurm_train.supervise.best_effort import BestEffort, say
 from slurm_train.supervise.decision import (
     CANCELLED,
     Course,
@@ -77,7 +78,6 @@ from slurm_train.supervise.evidence import (
     with_crash_place,
     with_missing_variable,
 )
-from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.notify import Event, Notifier
 from slurm_train.supervise.own_end import EndKind, OwnEnd, judge, read_end
 from slurm_train.supervise.scheduler import Scheduler

@@ -454,7 +454,7 @@ def _beats(folder: Path, size: int) -> Any:
 
 
 def one_look(size: int, folder: Path) -> Cost:
-    """The supervisor reads all heartbeats once; its watchdog does so every 3 s, its search for stragglers every 2 s."""
+    """The supervisor reads all heartbeats once, which it does every second."""
     from slurm_train.rundir.heartbeat import read_beats
 
     run = _beats(folder, size)
@@ -486,7 +486,7 @@ def hang_found(size: int, folder: Path) -> Cost:
 def judging(size: int, folder: Path) -> Cost:
     """The supervisor judges one window of paces."""
     from slurm_train.rundir.timing import PaceWindow, RankPace
-    from slurm_train.supervise.stragglers import Judge
+    from slurm_train.supervise.stragglers import WindowJudge
 
     ranks = tuple(
         RankPace(rank, f"node{rank // _PER_NODE}", 1.0 + rank * 7919 % 1000 * 1e-5, 0.1, 0.0, 0.0)
@@ -496,7 +496,7 @@ def judging(size: int, folder: Path) -> Cost:
         attempt=0, begin_unix_s=0.0, end_unix_s=1.0, from_step=0, to_step=9, samples=9, ranks=ranks, findings=()
     )
     with counted() as counts:
-        Judge(excess=0.1).take(window)
+        WindowJudge(excess=0.1).take(window)
     return cost_of(counts)
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from slurm_train.distributed.pace import PaceProbe, WaitTimer
 from slurm_train.rundir.heartbeat import Heartbeat, Pace
 from slurm_train.rundir.timing import PaceWindow, RankPace
-from slurm_train.supervise.stragglers import WINDOWS_IN_A_ROW, Judge
+from slurm_train.supervise.stragglers import WINDOWS_IN_A_ROW, WindowJudge
 from tests.support.warm_ranks import run_pair
 
 # Rank 1 computes 80 ms longer in each step; each rank leaves its sums, by kind of DDP.
@@ -161,7 +161,7 @@ os._exit(0)
 
 def named(readings: list[list[Pace]], *, alike: list[list[int]] | None = None) -> list[tuple[int, ...]]:
     """Returns which ranks are found to be slow in windows between readings of each rank."""
-    judge = Judge(excess=0.1, alike=alike or [[*range(len(readings))]])
+    judge = WindowJudge(excess=0.1, alike=alike or [[*range(len(readings))]])
     found: list[tuple[int, ...]] = []
     for early, late in pairwise(zip(*readings, strict=True)):
         ranks = tuple(

@@ -21,8 +21,8 @@ from slurm_train.errors import ConfigError
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise import notify as module
+from slurm_train.supervise.best_effort import BestEffort
 from slurm_train.supervise.decision import Decision
-from slurm_train.supervise.monitor import BestEffort
 from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor

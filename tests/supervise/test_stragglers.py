@@ -11,8 +11,8 @@ from slurm_train.rundir.heartbeat import Beat, Pace
 from slurm_train.rundir.timing import PaceWindow, RankPace, Slowdown
 from slurm_train.supervise.stragglers import (
     WINDOWS_IN_A_ROW,
-    Judge,
     WindowCutter,
+    WindowJudge,
     explain_stragglers,
     outliers,
     slow_ranks,
@@ -50,7 +50,7 @@ def window(paces: Sequence[RankPace]) -> PaceWindow:
 
 
 def judged(make: Callable[[int], Sequence[RankPace]], windows: int) -> list[tuple[Slowdown, ...]]:
-    judge = Judge(excess=EXCESS)
+    judge = WindowJudge(excess=EXCESS)
     return [judge.take(window(make(number))).findings for number in range(windows)]
 
 

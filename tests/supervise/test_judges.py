@@ -1,4 +1,4 @@
-"""The supervisor's periodic tasks: they go on whatever one look meets, and a hang is ended whatever the disk does.
+"""The judges of every launch: a hang is ended whatever the disk does, and slow ranks are named.
 
 Stragglers whose ranks compute longer, and whole nodes, are tried by the campaign `stragglers`.
 """
@@ -27,17 +27,12 @@ from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.heartbeat import Beat, Heartbeat, Limits, read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice, read_notice, read_windows
-from slurm_train.supervise import monitor as module
+from slurm_train.supervise import judges as module
+from slurm_train.supervise import look
 from slurm_train.supervise.hang import Flights, Hang
-from slurm_train.supervise.monitor import (
-    CheckedClock,
-    FindingsRelay,
-    HangWatchdog,
-    Monitor,
-    NoticeKeeper,
-    StragglerSearch,
-    Task,
-)
+from slurm_train.supervise.judges import FindingsRelay, HangWatchdog, NoticeKeeper, StragglerSearch
+from slurm_train.supervise.watch import Watch
+from tests.supervise.looks import Eyes
 from tests.support.command_line import TINY, TINY_MODULE, new_project
 from tests.support.faulty_files import FaultyFiles
 from tests.support.ports import free_port
@@ -49,85 +44,6 @@ from tests.train.small_runs import RANK_PROGRAM, config_of
 
 def on_real_ranks(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.distributed(pytest.mark.faults(test))
-
-
-def task(name: str, look: Callable[[], None]) -> Task:
-    found = Task()
-    found.name, found.every_s, found.look = name, 0.01, look  # type: ignore[method-assign]  # a task is a class
-    return found
-
-
-def test_a_look_that_raises_is_followed_by_the_next_and_said_once_per_kind() -> None:
-    said, looks = list[str](), iter([OSError(errno.ESTALE, "stale")] * 3 + [KeyError("x")] * 2 + [None] * 9999)
-
-    def look() -> None:
-        if (error := next(looks)) is not None:
-            raise error
-        ended.set()
-
-    ended, monitor = threading.Event(), Monitor(say=said.append)
-    monitor.add(task("the dog", look))
-    with monitor.running():
-        assert ended.wait(5)
-    assert said == ["the dog: OSError: [Errno 116] stale; it goes on", "the dog: KeyError: 'x'; it goes on"]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_has_died_is_started_again() -> None:
-    said, looks = list[str](), [0]
-
-    def look() -> None:
-        looks[0] += 1
-        if looks[0] == 1:
-            raise SystemExit
-
-    monitor = Monitor(say=said.append)
-    monitor.add(task("the dog", look))
-
-    def goes_on() -> bool:
-        monitor.check()
-        return looks[0] > 3
-
-    with monitor.running():
-        wait_for(goes_on, within_s=60, what="more looks", poll_s=0.01)
-    assert said == ["the dog had died and is started again"]
-
-
-def test_a_look_that_does_not_return_is_said_and_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_END_WITHIN_S", 0.2)
-    said, looks, stuck = list[str](), [0], threading.Event()
-    monitor = Monitor(say=said.append, stuck_after_s=0.1)
-
-    def count() -> None:
-        looks[0] += 1
-
-    def all_said() -> bool:
-        monitor.check()
-        return bool(said)
-
-    monitor.add(task("the notice", lambda: stuck.wait(30) and None))
-    monitor.add(task("the dog", count))
-    began_s = time.monotonic()
-    with monitor.running():
-        wait_for(all_said, within_s=60, what="a line", poll_s=0.01)
-        before = looks[0]
-        wait_for(lambda: looks[0] > before + 3, within_s=60, what="looks of the other task", poll_s=0.01)
-    assert time.monotonic() - began_s < 10
-    wait_for(lambda: len(said) == 2, within_s=60, what="the second line", poll_s=0.01)
-    assert "the notice has waited for 0 s for a file system or for Slurm" in said[0]
-    assert said[1] == "the notice did not end in time and is abandoned"
-    stuck.set()
-
-
-def test_the_clock_stands_still_while_the_process_was_stopped() -> None:
-    now = [100.0]
-    clock = CheckedClock(lambda: now[0])
-    begin_s = clock()
-    for now[0] in (101.0, 102.0, 3000.0):
-        before_s = clock()
-        clock.tick()
-        assert clock() == before_s
-    assert clock() - begin_s == 7.0, "of the stop, no more than what a busy process may take"
 
 
 LIMITS = Limits(0.5, 0.5)
@@ -143,12 +59,17 @@ def has_beat(run: RunDirectory) -> dict[int, Beat]:
     return read_beats(run, 0)
 
 
-def looks_until(dog: Task, ended: list[Mapping[int, Beat]], now: list[float]) -> None:
-    for now[0] in range(12):
+def looks_until(dog: HangWatchdog, run: RunDirectory, ended: list[Mapping[int, Beat]]) -> None:
+    """Looks once a second, by the judge's clock, until ranks are ended."""
+    now_s = 0.0
+    eyes = Eyes(run, clock=lambda: now_s)
+    for now_s in range(12):
         with contextlib.suppress(Exception):
-            dog.look()
+            eyes.ask(dog, now_s)
         if ended:
-            dog.end()
+            last = dog.last(eyes.look())
+            assert last is not None
+            last()
             return
 
 
@@ -161,17 +82,17 @@ def test_an_error_at_any_call_does_not_keep_hung_ranks_alive(
     at = 0
     while True:
         at += 1
-        run, ended, now = RunDirectory(tmp_path / f"run_{at}"), list[Mapping[int, Beat]](), [0.0]
+        run, ended = RunDirectory(tmp_path / f"run_{at}"), list[Mapping[int, Beat]]()
         run.path.mkdir()
         beats = has_beat(run)
-        dog = HangWatchdog(run, 0, LIMITS, world_size=1, end_ranks=ended.append, clock=lambda now=now: now[0])
+        dog = HangWatchdog(run, LIMITS, end_ranks=ended.append)
 
         def fail(moment: str, name: str) -> None:
             if moment == "before":
                 raise OSError(number, os.strerror(number), name)
 
         with FaultyFiles().installed(at=at, fault=fail) as files:
-            looks_until(dog, ended, now)
+            looks_until(dog, run, ended)
         assert ended and dict(ended[0]).keys() == beats.keys(), f"call {at}: {files.names[at - 1 : at]}"
         if files.num_calls < at:
             break
@@ -181,25 +102,20 @@ def test_an_error_at_any_call_does_not_keep_hung_ranks_alive(
 
 def test_ranks_that_slurm_has_stopped_are_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HangWatchdog, "_STACKS_WITHIN_S", 0.0)
-    run, ended, now, halted = RunDirectory(tmp_path), list[Mapping[int, Beat]](), [0.0], [True]
+    run, ended, halted = RunDirectory(tmp_path), list[Mapping[int, Beat]](), [True]
     has_beat(run)
-    dog = HangWatchdog(
-        *(run, 0, Limits(10.0, 10.0)),
-        world_size=1,
-        end_ranks=ended.append,
-        clock=lambda: now[0],
-        is_halted=lambda: halted[0],
-    )
-    for now[0] in range(0, 1000, 4):
-        dog.look()
+    dog = HangWatchdog(run, Limits(10.0, 10.0), end_ranks=ended.append, is_halted=lambda: halted[0])
+    now_s = 0.0
+    eyes = Eyes(run, clock=lambda: now_s)
+    for now_s in range(0, 1000, 4):
+        eyes.ask(dog, now_s)
     assert not ended
     halted[0] = False
-    begin_s = now[0]
+    begin_s = now_s
     while not ended:
-        now[0] += 1
-        dog.look()
-    assert now[0] - begin_s <= 12 and read_events(run, "hang"), "once they are continued, a hang is found as ever"
-    dog.end()
+        now_s += 1
+        eyes.ask(dog, now_s)
+    assert now_s - begin_s <= 12 and read_events(run, "hang"), "once they are continued, a hang is found as ever"
 
 
 def test_the_report_waits_for_stacks_that_are_written_late(tmp_path: Path) -> None:
@@ -213,7 +129,9 @@ def test_the_report_waits_for_stacks_that_are_written_late(tmp_path: Path) -> No
             return super().explain(stacks, flights)
 
     has_beat(run)
-    dog = Dog(run, 0, LIMITS, world_size=1, end_ranks=ended.append, clock=time.monotonic)
+    dog = Dog(run, LIMITS, end_ranks=ended.append)
+    eyes = Eyes(run)
+    eyes.ask(dog)
 
     def write_late() -> None:
         wait_for(dog.is_hung, within_s=60, what="the time-out")
@@ -224,9 +142,8 @@ def test_the_report_waits_for_stacks_that_are_written_late(tmp_path: Path) -> No
     writer = threading.Thread(target=write_late)
     writer.start()
     while not ended:
-        dog.look()
+        eyes.ask(dog)
     writer.join(60)
-    dog.end()
     assert seen == [{0: "in barrier"}]
 
 
@@ -239,9 +156,8 @@ def test_a_hang_quotes_the_error_at_the_end_of_the_log(tmp_path: Path, monkeypat
         has_beat(run)
         run.rank_log(0, 0).parent.mkdir(parents=True, exist_ok=True)
         run.rank_log(0, 0).write_text(log)
-        ended, now = list[Mapping[int, Beat]](), [0.0]
-        clock = lambda now=now: now[0]  # noqa: E731
-        looks_until(HangWatchdog(run, 0, LIMITS, world_size=1, end_ranks=ended.append, clock=clock), ended, now)
+        ended = list[Mapping[int, Beat]]()
+        looks_until(HangWatchdog(run, LIMITS, end_ranks=ended.append), run, ended)
         (event,) = read_events(run, "hang")
         assert event["sentence"].endswith("its log ends with OSError: AF_UNIX path too long") is is_quoted
 
@@ -253,8 +169,7 @@ def test_a_hang_is_on_record_before_it_is_printed(tmp_path: Path, monkeypatch: p
     marks = list[Any]()
     monkeypatch.setattr(module, "say", lambda _text: marks.append(first_mark(run, 0)))
     has_beat(run)
-    now = [0.0]
-    looks_until(HangWatchdog(run, 0, LIMITS, world_size=1, end_ranks=ended.append, clock=lambda: now[0]), ended, now)
+    looks_until(HangWatchdog(run, LIMITS, end_ranks=ended.append), run, ended)
     assert ended and [mark.rank for mark in marks] == [0]
 
 
@@ -273,16 +188,33 @@ class Slurm:
 
 
 @contextlib.contextmanager
+def checked(watch: Watch) -> Iterator[None]:
+    """Checks the watch while the body runs, as whoever waits for the ranks does."""
+    done = threading.Event()
+
+    def check() -> None:
+        while not done.wait(0.01):
+            watch.check()
+
+    thread = threading.Thread(target=check)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(60)
+
+
+@contextlib.contextmanager
 def keeping_time(run: RunDirectory, slurm: Slurm) -> Iterator[None]:
-    monitor = Monitor()
-    monitor.add(NoticeKeeper(run, 0, ask=slurm))
-    with monitor.running():
+    watch = Watch(run, 0, world_size=1, every_s=0.01)
+    watch.add(NoticeKeeper(run, ask=slurm))
+    with watch.running(), checked(watch):
         yield
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    monkeypatch.setattr(NoticeKeeper, "every_s", 0.01)
+def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path)
     run.attempt_logs(0).mkdir(parents=True)
     return run
@@ -299,15 +231,17 @@ def test_ranks_that_torchrun_starts_again_are_told_as_well(run: RunDirectory) ->
 
 def test_each_of_the_preflight_s_findings_is_printed_once_and_the_last_at_the_end(run: RunDirectory) -> None:
     said = list[str]()
-    relay = FindingsRelay(run, 0, say=said.append)
-    relay.look()
+    relay, eyes = FindingsRelay(say=said.append), Eyes(run)
+    eyes.ask(relay)
     one, two, late = (Finding(code=code, level="note", seen="seen", todo="todo") for code in ("ONE", "TWO", "LATE"))
     for found in ([one], [one], [one, two]):
         write_preflight(run, 0, {"findings": [finding.as_json() for finding in found]})
-        relay.look()
+        eyes.ask(relay)
         assert said == [finding.line for finding in found]
     write_preflight(run, 0, {"findings": [late.as_json()]})
-    relay.end()
+    last = relay.last(eyes.look())
+    assert last is not None
+    last()
     assert said == [finding.line for finding in (one, two, late)]
 
 
@@ -411,24 +345,23 @@ def test_ranks_that_torchrun_has_started_again_are_the_ones_that_are_watched(
         facts = {"step": step, "marks": step, "beats": step}
         return {0: Beat(rank=0, host="here", pid=1, phase="step", settled=True, **facts)}
 
+    monkeypatch.setattr(look, "read_beats", read)
+    eyes = Eyes(run, clock=lambda: now_s)
     dog = HangWatchdog(
-        *(run, 0, Limits(600.0, 600.0)),
-        world_size=1,
+        *(run, Limits(600.0, 600.0)),
         end_ranks=lambda beats: ended.append({rank: beat.step for rank, beat in beats.items()}),
-        clock=lambda: now_s,
-        read=read,
     )
-    dog.look()
+    eyes.ask(dog, now_s)
     assert begin_round(run, start, first=0) == 1
     for steps[1] in range(1, 8):
         now_s += 200.0
-        dog.look()
+        eyes.ask(dog, now_s)
     for _ in range(3):
         assert not ended, "it makes progress, and has 600 s after that"
         now_s += 200.0
-        dog.look()
+        eyes.ask(dog, now_s)
     now_s += 1.0
-    dog.look()
+    eyes.ask(dog, now_s)
     assert ended == [{0: 7}]
     assert [event["attempt"] for event in read_events(run, "hang")] == [1]
     assert first_mark(run, 0) is None and first_mark(run, 1) is not None
@@ -450,12 +383,10 @@ def test_a_rank_whose_data_come_late_is_named_and_a_healthy_run_is_not(tmp_path:
         start_rank(RANK_PROGRAM, json.dumps(orders), env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(2)
     ]
-    monitor = Monitor()
-    search = StragglerSearch(run, 0, excess=0.5, world_size=2, parallel=ParallelSection(), first_window_s=1.0)
-    search.every_s = 0.2
+    watch = Watch(run, 0, world_size=2, every_s=0.2)
+    watch.add(StragglerSearch(run, excess=0.5, parallel=ParallelSection(), first_window_s=1.0))
     try:
-        monitor.add(search)
-        with monitor.running():
+        with watch.running(), checked(watch):
             wait_for(lambda: len(read_windows(run)) >= 3, within_s=120, what="windows of a healthy run")
             healthy = read_windows(run)
             late.touch()

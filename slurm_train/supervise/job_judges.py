@@ -1,0 +1,261 @@
+"""The judges of a job of Slurm: what to do about lost nodes, steps in the way, free nodes, and ranks in waiting."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from slurm_train.errors import EXIT_ORPHANED, ClusterError
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import append_event
+from slurm_train.rundir.files import last_lines, read_json, read_record
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.timing import CAUSES, Spent, last_step, read_notice
+from slurm_train.supervise.best_effort import say
+from slurm_train.supervise.growth import (
+    Growth,
+    Prospect,
+    assess,
+    newest_growth_unix_s,
+    restart_seconds,
+    step_seconds,
+    wait_seconds,
+)
+from slurm_train.supervise.look import Look
+from slurm_train.supervise.ranks import LINGER_S, ORPHAN_LINGER_S, silent_nodes
+from slurm_train.supervise.scheduler import SlurmJob
+from slurm_train.supervise.watch import Judge, Verdict
+
+
+def ended_long_ago(look: Look) -> bool:
+    """Returns whether the ranks ended so long ago that srun must have missed their end."""
+    mark = look.mark
+    if mark is None:
+        return False
+    linger_s = ORPHAN_LINGER_S if mark.exit_code == EXIT_ORPHANED else LINGER_S
+    return look.now_unix_s - mark.time_unix_s > linger_s
+
+
+class LostNodes(Judge):
+    """Detects lost nodes before Slurm does, which needs SlurmdTimeout for it (300 s by default).
+
+    The nodes are asked if ranks have failed and srun does not end, or if the heartbeats of a node have stopped.
+    """
+
+    name = "the look for lost nodes"
+    _FAILED_S = 3.0
+    _SILENT_S = 12.0
+    _ASK_AGAIN_S = 60.0
+
+    def __init__(self, run: RunDirectory, job: SlurmJob, env: Mapping[str, str]) -> None:
+        self._run = run
+        self._job = job
+        self._env = env
+        self._beats: dict[str, tuple[int, float]] = {}
+        """For each node the sum of its ranks' beats, and since when it has not changed."""
+        self._last_question_s = -math.inf
+
+    def __call__(self, look: Look) -> Verdict | None:
+        """Asks the nodes if there is a reason to, at most once a minute."""
+        sums = Counter[str]()
+        for beat in look.ranks.beats.values():
+            # More than 0 from the first heartbeat on.
+            sums[beat.host] += beat.beats + 1
+        for host, total in sums.items():
+            if self._beats.get(host, (0, 0.0))[0] != total:
+                self._beats[host] = (total, look.now_s)
+        mark = look.mark
+        has_failed = mark is not None and look.now_unix_s - mark.time_unix_s > self._FAILED_S
+        is_silent = any(look.now_s - since_s > self._SILENT_S for _, since_s in self._beats.values())
+        is_due = look.now_s - self._last_question_s > self._ASK_AGAIN_S
+        if not (has_failed or is_silent) or not is_due or self._job.lost:
+            return None
+        self._last_question_s = look.now_s
+        return self._ask_nodes
+
+    def _ask_nodes(self) -> None:
+        self._job.lost |= set(silent_nodes(self._run, self._job.start.nodes, self._env))
+
+
+class StepsInTheWay(Judge):
+    """Detects a step of an earlier attempt that keeps srun from starting the ranks, and that cannot be ended.
+
+    A slurmctld that was killed restarts from its state files. If a step ended after these were written, slurmctld
+    regards it as running until the job ends, also after it was cancelled (22.05), and srun waits for its cores.
+    """
+
+    name = "the look for steps in the way"
+    _EVERY_S = 10.0
+    _MOST_LOOKS = 3
+
+    def __init__(self, attempt: int, job: SlurmJob) -> None:
+        self._attempt = attempt
+        self._job = job
+        self._earlier = {job.step_name(earlier) for earlier in range(attempt)}
+        self._has_begun = False
+        self._looks = 0
+        self._due_s = time.monotonic() + self._EVERY_S
+        self.stuck_steps = ""
+        """The ids of such steps that could not be ended, "" for none."""
+
+    def __call__(self, look: Look) -> Verdict | None:
+        """Asks Slurm for the steps until the ranks have begun."""
+        self._has_begun = self._has_begun or bool(look.ranks.beats)
+        if self._has_begun or look.now_s < self._due_s:
+            return None
+        self._due_s = look.now_s + self._EVERY_S
+        return self._cancel_steps
+
+    def _cancel_steps(self) -> None:
+        """Cancels such steps, and after some looks reports those that remain."""
+        steps: dict[str, str] = {}
+        for job_id in self._job.job_ids:
+            steps |= self._job.commands.steps(job_id)
+        self._has_begun = self._job.step_name(self._attempt) in steps.values()
+        earlier_steps = [step for step, name in steps.items() if name in self._earlier]
+        self._looks = self._looks + 1 if earlier_steps and not self._has_begun else 0
+        if self._looks >= self._MOST_LOOKS:
+            self.stuck_steps = ", ".join(earlier_steps)
+        elif self._looks:
+            for step in earlier_steps:
+                self._job.commands.cancel_step(step)
+
+
+class GrowthWatch(Judge):
+    """Asks after saves whether a requeue for more nodes would pay off, and if so stops the ranks for it.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt.
+        job: the job; its `growth` tells the supervisor why the ranks ended.
+        every_min: `requeue.grow_every_min`; "auto" for a default, but never where jobs may be preempted.
+    """
+
+    name = "the look for more nodes"
+    _EVERY_S = 5.0
+    _AUTO_MIN = 30
+
+    def __init__(self, run: RunDirectory, attempt: int, job: SlurmJob, *, every_min: int | Literal["auto"]) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._job = job
+        self._is_auto = every_min == "auto"
+        ledger = read_ledger(run)
+        every_s = 60.0 * (self._AUTO_MIN if every_min == "auto" else every_min)
+        self._wait_s = wait_seconds(ledger, every_s=every_s)
+        since_growth_s = time.time() - newest_growth_unix_s(ledger)
+        self._due_s = time.monotonic() + max(self._wait_s - since_growth_s, every_s)
+        self._look_s = 0.0
+        self._last_seen_step: int | None = None
+        self._newest_note = ""
+
+    def __call__(self, look: Look) -> Verdict | None:
+        """Asks Slurm when the question is due and a checkpoint was completed after that."""
+        if self._job.growth is not None or look.now_s < max(self._due_s, self._look_s):
+            return None
+        self._look_s = look.now_s + self._EVERY_S
+        return partial(self._ask_after_save, look.now_s)
+
+    def _ask_after_save(self, now_s: float) -> None:
+        newest = next((name_of(path).step for path in list_checkpoints(self._run.checkpoints)), 0)
+        if self._last_seen_step is None or newest <= self._last_seen_step:
+            self._last_seen_step = newest
+            return
+        self._last_seen_step = None
+        self._due_s = now_s + self._wait_s
+        if self._is_auto and self._job.may_be_preempted():
+            self._note("it does not grow: jobs of its QOS and partition may be preempted (requeue.grow_every_min)")
+            self._due_s = math.inf
+            return
+        growth = self._assess()
+        if growth is None:
+            return
+        if not growth.is_worth_it:
+            self._note(f"it does not grow: {growth.sentence}")
+            return
+        self._note(f"it grows: {growth.sentence}")
+        self._job.growth = growth
+        try:
+            self._job.ask_ranks(self._attempt)
+        except ClusterError:
+            self._job.growth = None
+            raise
+
+    def _assess(self) -> Growth | None:
+        """Returns what a requeue would gain now, None where there is no room or nothing was measured yet."""
+        run = self._run
+        room = self._job.room()
+        nodes = len(self._job.start.nodes)
+        larger = max((size for size in self._job.pool.sizes if size <= room.nodes), default=0)
+        if larger <= nodes:
+            if room.limit_reason:
+                self._note(f"it does not grow: {room.limit_reason}")
+            return None
+        spent = read_record(run.account(self._attempt), Spent)
+        if spent is None:
+            return None
+        ledger = read_ledger(run)
+        ledger[-1] |= {
+            "first_step": spent.first_step,
+            "last_step": spent.first_step + spent.steps,
+            "start_s": spent.begin_unix_s - float(ledger[-1]["time_unix_s"]),
+            **{cause: getattr(spent, cause) for cause in CAUSES[1:-1]},
+        }
+        pace = step_seconds(ledger, nodes=nodes, larger=larger)
+        if pace is None:
+            return None
+        step, larger_step = pace
+        end_unix_s = read_notice(run, self._attempt).end_unix_s
+        growth = assess(
+            Prospect(
+                nodes=nodes,
+                larger=larger,
+                step=step,
+                larger_step=larger_step,
+                restart=restart_seconds(ledger, delay_s=self._job.requeue_delay_s(), save_s=spent.longest_save_s),
+                steps_left=_steps_left(run),
+                time_left_s=None if end_unix_s is None else end_unix_s - time.time(),
+            )
+        )
+        return replace(growth, exclude=room.exclude)
+
+    def _note(self, sentence: str) -> None:
+        """Prints a sentence and writes it down, if it differs from the one before."""
+        if sentence == self._newest_note:
+            return
+        self._newest_note = sentence
+        say(sentence)
+        append_event(self._run, "growth", attempt=self._attempt, sentence=sentence)
+
+
+def _steps_left(run: RunDirectory) -> int | None:
+    """Returns how many steps a run has not taken yet, None where it has no end that is known."""
+    # A run that is counted in epochs has its number of steps in the metrics, not in the plan.
+    lines = last_lines(run.metrics)
+    max_steps = lines[-1].get("max_steps") if lines else None
+    max_steps = max_steps or (read_json(run.plan) or {}).get("max_steps")
+    return None if max_steps is None else max(0, int(max_steps) - last_step(run))
+
+
+class NextRanks(Judge):
+    """Starts the ranks in waiting when the ranks of the attempt train, so that they take no cores from their start."""
+
+    name = "the start of the ranks in waiting"
+
+    def __init__(self, start: Callable[[], None]) -> None:
+        self._start = start
+        self._has_started = False
+
+    def __call__(self, look: Look) -> Verdict | None:
+        """Starts them, once."""
+        ranks = look.ranks
+        is_complete = len(ranks.beats) == ranks.world_size
+        if self._has_started or not is_complete or not all(beat.settled for beat in ranks.beats.values()):
+            return None
+        self._has_started = True
+        return self._start
