@@ -21,6 +21,8 @@ _SEPARATORS = "\u2028\u2029"
 _STYLED = re.compile(r"(\x1b\[(?:0|2|1(?:;3[1-6])?|3[1-6])m)|[^\n\t -~]")
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])")
+COMMAND = "python -m slurm_train"
+"""How this package is called in what it tells people to type."""
 
 
 def as_float(value: Any) -> float | None:
@@ -53,14 +55,17 @@ class PrintableStream:
 
     Args:
         stream: where to write.
+        command: how the reader types commands of this package, where they are shown.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, command: str = COMMAND) -> None:
         self.stream = stream
+        self._command = command
 
     def write(self, text: str) -> int:
         """Writes a text, and returns its length."""
-        self.stream.write(_STYLED.sub(lambda match: match[1] or _written_out(match[0]), text))
+        typed = text.replace(f"{COMMAND} ", f"{self._command} ")
+        self.stream.write(_STYLED.sub(lambda match: match[1] or _written_out(match[0]), typed))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -73,9 +78,9 @@ class PrintableStream:
 
 
 @contextlib.contextmanager
-def printing_safely() -> Iterator[None]:
-    """Makes stdout and stderr `PrintableStream`s while the body runs."""
-    streams: Any = (PrintableStream(sys.stdout), PrintableStream(sys.stderr))
+def printing_safely(*, command: str = COMMAND) -> Iterator[None]:
+    """Makes stdout and stderr `PrintableStream`s while the body runs; `command` is shown on stderr, data has none."""
+    streams: Any = (PrintableStream(sys.stdout), PrintableStream(sys.stderr, command=command))
     with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
         yield
 

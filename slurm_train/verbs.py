@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_train import __version__
 from slurm_train.errors import RunError, SlurmTrainError
-from slurm_train.formatting import printing_safely
+from slurm_train.formatting import COMMAND, printing_safely
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -570,12 +570,17 @@ refused, with what to type instead
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-def run(words: Sequence[str]) -> int:
-    """Runs a command line; returns its exit code (0 done, 1 failure, 2 wrong use, 75 must be started again)."""
+def run(words: Sequence[str], *, command: str = COMMAND) -> int:
+    """Runs a command line; returns its exit code (0 done, 1 failure, 2 wrong use, 75 must be started again).
+
+    Args:
+        words: what was typed.
+        command: what was typed before it, and is shown before other words to type.
+    """
     _stand_in_for_passwd()
     # What runs a user's code prints as it likes: into logs, which `logs` looks through.
-    is_of_job = bool(words) and words[0] in VERBS and words[0] not in PUBLIC_VERBS and words[0] != "complete"
-    with contextlib.nullcontext() if is_of_job else printing_safely():
+    is_of_job = bool(words) and words[0] in VERBS and words[0] not in (*PUBLIC_VERBS, "complete", "submit")
+    with contextlib.nullcontext() if is_of_job else printing_safely(command=command):
         return _run(words)
 
 

@@ -7,6 +7,7 @@ Every error is one of `slurm_train.errors`.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from slurm_train.cli.run import begin
 from slurm_train.cli.terminal import quiet
-from slurm_train.errors import EXIT_DONE, RunError, TimedOutError
+from slurm_train.errors import EXIT_DONE, ConfigError, RunError, TimedOutError
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.lookup import find_run, find_sweep, root_of
@@ -160,11 +161,15 @@ def submit(
 
 
 @overload
-def submit(words: Sequence[str], *, on: str) -> RemoteRun: ...
+def submit(words: Sequence[str], *, after: Sequence[RemoteRun] = (), verbose: bool = False, on: str) -> RemoteRun: ...
 
 
 def submit(
-    words: Sequence[str], *, after: Sequence[Run | Sweep] = (), verbose: bool = False, on: str | None = None
+    words: Sequence[str],
+    *,
+    after: Sequence[Run | Sweep | RemoteRun] = (),
+    verbose: bool = False,
+    on: str | None = None,
 ) -> Run | Sweep | RemoteRun:
     """Submits the run of a command line, e.g. ["+cluster=2x4", "optim.lr=3e-4"], and returns it; with "-m" a sweep.
 
@@ -172,7 +177,8 @@ def submit(
 
     Args:
         words: those of a command line, one text each.
-        after: what Slurm waits for, as `after=RUN`: it starts when all of these have finished.
+        after: what Slurm waits for, as `after=RUN`: it starts when all of these have finished. They are of the same
+            machine.
         verbose: print the plan and the notes, as the command line does.
         on: the login node to submit on by ssh, HOST or HOST:FOLDER; None: this machine.
 
@@ -181,19 +187,27 @@ def submit(
         ClusterError: Slurm is absent or refuses.
         RunError: the run is active already, or would not be the same training.
     """
+    elsewhere = next((run for run in after if getattr(run, "on", None) != on), None)
+    if elsewhere is not None:
+        raise ConfigError(
+            f"after={elsewhere.path} is not a run of {on or 'this machine'}, whose Slurm does not know its job",
+            hint="wait() for it first, or submit both in one place",
+        )
+    words = [*words, *(f"after={run.path}" for run in after)]
     if on is not None:
         from slurm_train.cli.on import submit_there
 
-        return submit_there(on, words)
+        return submit_there(on, words, verbose=verbose)
     with nullcontext() if verbose else quiet():
-        _, directory = begin([*words, *(f"after={run.path}" for run in after)], only_submits=True)
+        _, directory = begin(words, only_submits=True)
     assert directory is not None, "what was submitted has a directory"
     return Run(directory.path) if isinstance(directory, RunDirectory) else Sweep(directory.path)
 
 
 def main(words: Sequence[str]) -> int:
-    """Submits, for a program on another machine; prints the directory and returns 0."""
-    print(submit(words).path)
+    """Submits, for a program on another machine; prints the directory as JSON and returns 0."""
+    verbose = words[:1] == ["--verbose"]
+    print(json.dumps(str(submit(words[int(verbose) :], verbose=verbose).path)))
     return EXIT_DONE
 
 

@@ -21,6 +21,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -43,6 +44,7 @@ from slurm_train.code.imports import import_roots, own_paths
 from slurm_train.code.snapshot import plan_files
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError
+from slurm_train.formatting import COMMAND
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.removal import remove_tree
 from slurm_train.trust import is_own_folder, trusted_owners
@@ -116,7 +118,7 @@ def type_there(on: str, words: Sequence[str], *, out: Any, has_terminal: bool = 
         if words[:1] == ["init"]:
             words = _install(ssh, words)
         code = read_code(words) if _takes_code(words) else None
-        request: dict[str, Any] = {"folder": folder, "words": list(words), "outputs": outputs}
+        request: dict[str, Any] = {"on": on, "folder": folder, "words": list(words), "outputs": outputs}
         if code is not None:
             request |= {"tree": code.tree, "num_header_bytes": len(code.header), "paths": code.paths}
         if not has_terminal or outputs:
@@ -225,13 +227,19 @@ class RemoteRun:
         printed_there(self.on, ["cancel", self.path])
 
 
-def submit_there(on: str, words: Sequence[str]) -> RemoteRun:
+def submit_there(on: str, words: Sequence[str], *, verbose: bool = False) -> RemoteRun:
     """Submits the run of a command line on a host, with the code of this folder.
+
+    Args:
+        on: HOST or HOST:FOLDER.
+        words: of the command line.
+        verbose: print the plan and the notes to stderr.
 
     Raises:
         RunError: the host cannot be reached, or has refused; it has printed why to stderr.
     """
-    return RemoteRun(on, printed_there(on, ["submit", *words]).strip())
+    printed = printed_there(on, ["submit", *["--verbose"][: int(verbose)], *words])
+    return RemoteRun(on, json.loads(printed.splitlines()[-1]))
 
 
 def printed_there(on: str, words: Sequence[str]) -> str:
@@ -485,7 +493,8 @@ def answer_request(words: Sequence[str]) -> int:
     )
     if request["outputs"]:
         return _write_outputs(typed, request["outputs"])
-    return run(typed) if has_terminal else _run_until_hung_up(typed)
+    command = f"{COMMAND} --on {shlex.quote(request['on'])}"
+    return run(typed, command=command) if has_terminal else _run_until_hung_up(typed, command=command)
 
 
 def _with_root(words: Sequence[str], root: Path) -> list[str]:
@@ -496,14 +505,14 @@ def _with_root(words: Sequence[str], root: Path) -> list[str]:
     return [*words, f"run.root={root}"]
 
 
-def _run_until_hung_up(words: Sequence[str]) -> int:
+def _run_until_hung_up(words: Sequence[str], *, command: str) -> int:
     """Runs words in processes that the end of this one's input interrupts, as Ctrl-C at the other end makes it."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         os.setpgrp()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        return run(words)
+        return run(words, command=command)
 
     def interrupt_at_end() -> None:
         while os.read(0, 4096):

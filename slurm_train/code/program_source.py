@@ -22,6 +22,8 @@ _MOST_FILES = 300
 _MOST_BYTES = 1 << 20
 SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 _SHELL_SUFFIXES = (".sh", ".bash")
+_SHELL_OPTION_WITH_VALUE = re.compile(r"[-+]\w*[oO]|--rcfile|--init-file")
+"""E.g. "-euo", which "pipefail" follows."""
 _FILE_IN_TEXT = re.compile(r"[\w./-]+\.(?:py|sh|bash)\b")
 
 
@@ -68,10 +70,22 @@ def read_program(config: RunConfig, cwd: Path, *, paths: Sequence[str] | None = 
 
 def shell_commands(words: Sequence[str]) -> Iterator[str]:
     """Yields the commands of `bash -c COMMAND` among the words of a script."""
-    for index, word in enumerate(words[1:-1], start=1):
-        before = {PurePath(earlier).name for earlier in words[:index]}
-        if re.fullmatch(r"-\w*c", word) and before & {*SHELLS}:
-            yield words[index + 1]
+    for index, word in enumerate(words):
+        if PurePath(word).name in SHELLS:
+            yield from filter(None, shell_argument(words[index + 1 :])[:1])
+
+
+def shell_argument(words: Sequence[str]) -> tuple[str, str]:
+    """Returns the command of `bash -c COMMAND` and the file of `bash FILE`, by the words behind the shell; one is ""."""
+    behind = iter(words)
+    for word in behind:
+        if re.fullmatch(r"-\w*c", word):
+            return next(behind, ""), ""
+        if _SHELL_OPTION_WITH_VALUE.fullmatch(word):
+            next(behind, "")
+        elif not word.startswith(("-", "+")):
+            return "", word
+    return "", ""
 
 
 def _first_files(config: RunConfig, cwd: Path, places: Sequence[Path]) -> Iterator[Path]:

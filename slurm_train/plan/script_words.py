@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from slurm_train.code.program_source import SHELLS
+from slurm_train.code.program_source import SHELLS, shell_argument
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
 
@@ -189,7 +189,10 @@ def _find(words: Sequence[str], cwd: Path, *, where: str, seen: frozenset[Path])
         is_launcher = bool(module) and module[0] in _MODULES
         return _as_launcher(_MODULES[module[0]], module[1:], where=where) if is_launcher else None
     if name in SHELLS:
-        return _find_in_shell(words[1:], cwd, where=where, seen=seen)
+        command, file = shell_argument(words[1:])
+        if file:
+            return _find_in_file(file, cwd, seen=seen)
+        return _find_in_lines(command, cwd, name=where, seen=seen)
     if name in _WRAPPERS:
         return _find(_behind_wrapper(words[1:]), cwd, where=where, seen=seen)
     if name.endswith((".sh", ".bash")):
@@ -225,15 +228,6 @@ def _behind_wrapper(words: Sequence[str]) -> list[str]:
         if is_program or word == "-m" or name.endswith((".sh", ".bash", ".py")):
             return list(words[index:])
     return []
-
-
-def _find_in_shell(words: Sequence[str], cwd: Path, *, where: str, seen: frozenset[Path]) -> Launcher | None:
-    for index, word in enumerate(words):
-        if re.fullmatch(r"-\w*c", word):
-            return _find_in_lines("".join(words[index + 1 : index + 2]), cwd, name=where, seen=seen)
-        if not word.startswith(("-", "+")):
-            return _find_in_file(word, cwd, seen=seen)
-    return None
 
 
 def _find_in_file(name: str, cwd: Path, *, seen: frozenset[Path]) -> Launcher | None:

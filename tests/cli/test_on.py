@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+import slurm_train
 from slurm_train.cli import on
 from slurm_train.code.git import SENT_FILE
-from slurm_train.errors import RunError
+from slurm_train.errors import ConfigError, RunError
+from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.command_line import Person
 from tests.support.waiting import wait_for
 
@@ -129,6 +131,27 @@ def test_exit_codes_and_errors_are_those_of_the_words(host: Host) -> None:
     assert done.code != 0 and "--on hpc init" in done.err
     done = host.project.types("--on", "-oProxyCommand=touch x", "status", env=host.env)
     assert done.code == 2 and not (host.project.folder / "x").exists()
+
+
+def test_a_run_there_waits_for_another_one_and_hints_name_the_host(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    programs = SlurmPrograms(tmp_path / "slurm")
+    (host.home / ".bash_profile").write_text(f"PATH={programs.path}\n")
+    monkeypatch.setenv("PATH", host.env["PATH"])
+    monkeypatch.chdir(host.project.folder)
+    words = ["+cluster=1x1", "script=[train.py]"]
+    first = slurm_train.submit(words, verbose=True, on="hpc")
+    run_id = Path(first.path).name
+    assert f"python -m slurm_train --on hpc status {run_id}\n" in capfd.readouterr().err
+    programs.queue("4711", "PENDING")
+    programs.next_job(4712)
+    second = slurm_train.submit([*words, "run.name=second"], after=[first], on="hpc")
+    assert Path(second.path).parent.name == "second" and capfd.readouterr().err == ""
+    assert "--dependency=afterok:4711" in (programs.said("submitted_words") or "")
+    for place in ({}, {"on": "other"}):
+        with pytest.raises(ConfigError, match="is not a run of"):
+            slurm_train.submit(words, after=[first], **place)  # type: ignore[call-overload]
 
 
 def test_another_version_there_is_named(host: Host) -> None:

@@ -31,6 +31,7 @@ STARTS_RANKS = {
     "nohup mpirun -np 2 x": "mpirun",
     "numactl --cpunodebind 0 torchrun x.py": "torchrun",
     "bash -lc 'cd x && torchrun y.py'": "torchrun",
+    "bash -euo pipefail -c 'torchrun y.py'": "torchrun",
     "bash wrap.sh": "torchrun",
     "bash outer.sh": "torchrun",
     "bash tee.sh": "accelerate",
