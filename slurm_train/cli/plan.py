@@ -20,6 +20,7 @@ from slurm_train.plan.placement import TABLE_HEADER, table_rows, topology_text
 from slurm_train.plan.plan import RunPlan, node_shares, plan_run
 from slurm_train.plan.preview import plan_rows
 from slurm_train.slurm.site import ask_early, site_of
+from slurm_train.verbs import PUBLIC_VERBS
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
@@ -60,7 +61,7 @@ estimated start; to stdout the batch script. Nothing is submitted or written.
 
 def main(words: Sequence[str]) -> int:
     """Prints the plan and returns 0; what cannot be planned is an error with exit code 2."""
-    flags = read_words(words)
+    flags = read_words(words, verbs=PUBLIC_VERBS)
     if flags.help:
         print(_HELP, end="")
         return 0

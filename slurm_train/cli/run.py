@@ -24,6 +24,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.site import ask_early
 from slurm_train.start.drift import changed_files
 from slurm_train.start.start import Start
+from slurm_train.verbs import PUBLIC_VERBS
 
 
 def main(words: Sequence[str], commands: SlurmCommands | None = None) -> int:
@@ -41,7 +42,7 @@ def begin(
         only_submits: refuse words that would print a configuration or train here, so that it returns soon.
         commands: Slurm, where it has been asked already.
     """
-    flags = read_words(words)
+    flags = read_words(words, verbs=PUBLIC_VERBS)
     env = dict(os.environ)
     cwd = working_folder(env)
     for name in ("json", "measure", "suggest", "when"):
@@ -128,7 +129,7 @@ def write(words: Sequence[str]) -> int:
 
     The number of ranks is the launcher's; the global batch is what is planned here.
     """
-    flags = read_words(words)
+    flags = read_words(words, verbs=PUBLIC_VERBS)
     if flags.help:
         print(_WRITE_HELP, end="")
         return EXIT_DONE

@@ -19,7 +19,7 @@ from slurm_train.rundir.jobs import read_job
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.tools.scaling.model import Point, measure, render_page, render_text, sort_study
 from slurm_train.tools.scaling.series import Series, plan_of, read_series
-from slurm_train.verbs import parse
+from slurm_train.verbs import PUBLIC_VERBS, parse
 
 if TYPE_CHECKING:
     from slurm_train.plan.plan import RunPlan
@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
     arguments = parse("scaling", words)
     env = dict(os.environ)
     cwd = working_folder(env)
-    flags = read_words(arguments.settings)
+    flags = read_words(arguments.settings, verbs=PUBLIC_VERBS)
     refuse_unused_flags(flags, verb="scaling")
     series = read_series(flags, steps=arguments.steps, env=env, cwd=cwd)
     plans = {point: plan_of(series.words(point), env=env, cwd=cwd) for point in series.points}

@@ -32,7 +32,6 @@ from slurm_train.config.schema import (
     nested,
     to_mapping,
 )
-from slurm_train.config.synonyms import REMOVED_KEYS, REMOVED_VALUES, RENAMED_KEYS
 from slurm_train.errors import RunError
 from slurm_train.trust import read_text
 
@@ -86,6 +85,19 @@ _UNUSED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+# What run directories of earlier versions have: keys under another name, and values that mean nothing now.
+_FORMER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "requeue": {
+        "max_fruitless_failures": "max_failures_without_progress",
+        "max_fruitless_returns": "max_returns_without_progress",
+    },
+}
+_FORMER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ddp": {"comm_start_step": 100, "powersgd_rank": 2, "average_every_steps": 8},
+    "batch": {"shares": "measured"},
+    "train": {"cuda_graphs": False},
+}
+
 ID_DIGITS = 12
 """Length of a run id. 48 bits: of 10,000 runs two have the same id with a probability of 2e-7."""
 
@@ -137,36 +149,18 @@ def config_of_values(values: dict[str, Any]) -> RunConfig:
     Raises:
         ConfigError: this version does not know a key or a value.
     """
-    return build_config(RunConfig, _in_present_names(_without_removed(values)))
+    return build_config(RunConfig, _in_present_terms(values))
 
 
-def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns frozen values without keys and values of earlier versions that do not change what is trained.
-
-    These are removed keys at their defaults, and removed values of keys in `NOT_IDENTITY`, which take their defaults.
-    """
-    droppable = [(key, default) for key, (default, _) in REMOVED_KEYS.items()]
-    droppable += [(key, value) for key, value in REMOVED_VALUES if key in NOT_IDENTITY]
-    for key, droppable_value in droppable:
-        section, _, name = key.partition(".")
-        keys = values.get(section)
-        if isinstance(keys, dict) and name in keys and keys[name] == droppable_value:
-            kept = {present_name: value for present_name, value in keys.items() if present_name != name}
-            values = {**values, section: kept}
-    return values
-
-
-def _in_present_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns frozen values with the present names of keys that were renamed since."""
+def _in_present_terms(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns frozen values as this version would have written them, where that is the same training."""
     present = dict(values)
-    for former_key, key in RENAMED_KEYS.items():
-        section, _, former_name = former_key.partition(".")
-        section_values = present.get(section)
-        if isinstance(section_values, dict) and former_name in section_values:
-            name = key.partition(".")[2]
-            present[section] = {
-                name if old_name == former_name else old_name: value for old_name, value in section_values.items()
-            }
+    for section, keys in values.items():
+        if isinstance(keys, dict):
+            names = _FORMER_NAMES.get(section, {})
+            meaningless = _FORMER_DEFAULTS.get(section, {}).items()
+            kept = (item for item in keys.items() if item not in meaningless)
+            present[section] = {names.get(key, key): value for key, value in kept}
     return present
 
 

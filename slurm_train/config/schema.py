@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from slurm_train.config.synonyms import OTHER_VALUES, REMOVED_VALUES, advise
+from slurm_train.config.synonyms import EXPORT_WORDS, OTHER_VALUES, advise
 from slurm_train.errors import ConfigError
 
 T = TypeVar("T")
@@ -920,8 +920,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             same = OTHER_VALUES.get(value, "")
             near = [same] if same in choices else difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
             typed = f"{path}={near[0]}" if near else typed
-    hint_text = REMOVED_VALUES.get((path, str(value)), f'for example "{typed}"')
-    raise ConfigError(f"{path} must be {expected}, got {value!r}", hint=hint_text)
+    advice = EXPORT_WORDS.get(str(value), "") if path == "cluster.export" else ""
+    raise ConfigError(f"{path} must be {expected}, got {value!r}", hint=advice or f'for example "{typed}"')
 
 
 def _describe(hint: Any) -> tuple[str, str]:

@@ -394,19 +394,6 @@ _ADVICE = {
     "there is none: checkpoints are read from a file system, also one that a bucket is mounted as": "load_object_store",
 }
 """What to do -> names for which no one setting stands."""
-REMOVED_KEYS: Mapping[str, tuple[object, str]] = {
-    "ddp.comm_start_step": (100, "leave it out: ddp.comm=bf16 is the one way to send less, from the first step on"),
-    "ddp.powersgd_rank": (2, "leave it out: PowerSGD was removed; ddp.comm=bf16 halves the bytes"),
-    "ddp.average_every_steps": (8, "leave it out: post-local SGD was removed; ddp.comm=bf16 halves the bytes"),
-    "train.cuda_graphs": (False, "leave it out: with CUDA graphs steps took 4.9 times as long on an H100"),
-}
-"""Keys of earlier versions -> the default that they had, what to do instead. Configurations that were frozen with the
-default are still read."""
-RENAMED_KEYS: Mapping[str, str] = {
-    "requeue.max_fruitless_failures": "requeue.max_failures_without_progress",
-    "requeue.max_fruitless_returns": "requeue.max_returns_without_progress",
-}
-"""Keys of earlier versions -> their present names. Configurations that were frozen with them are still read."""
 EXPORT_WORDS: Mapping[str, str] = {
     "ALL": "all variables but secrets: \"cluster.export=['*']\"; a secret by its name as well",
     **dict.fromkeys(
@@ -416,13 +403,6 @@ EXPORT_WORDS: Mapping[str, str] = {
     ),
 }
 """Words of sbatch's --export -> what they are here."""
-REMOVED_VALUES: Mapping[tuple[str, str], str] = {
-    **{("cluster.export", word): answer for word, answer in EXPORT_WORDS.items()},
-    ("batch.shares", "measured"): "give weights of nodes or ranks, fastest highest: batch.shares=[2,1]; or even",
-    ("ddp.comm", "powersgd"): "PowerSGD was removed; ddp.comm=bf16 halves the bytes",
-    ("ddp.comm", "post_local_sgd"): "post-local SGD was removed; ddp.comm=bf16 halves the bytes",
-}
-"""Key and value of earlier versions, or of sbatch, -> what to do instead."""
 _EXAMPLE = re.compile(r"<([^<>]*)>")
 _OFF = ("off", "false", "none", "null", "no", "never", "0", "0.0")
 _OWN_GROUPS = ("model", "data", "task")
@@ -450,10 +430,6 @@ def advise(name: str, value: object = None) -> str:
         value: what was typed for it; it takes the place of the example where it is of its kind.
     """
     key = name.lstrip("-+~").replace("-", "_")
-    if key in REMOVED_KEYS:
-        return REMOVED_KEYS[key][1]
-    if key in RENAMED_KEYS:
-        return f"it is called {RENAMED_KEYS[key]} now"
     head, _, last = key.rpartition(".")
     names = [name, key, key.lower()]
     section = head.partition(".")[0]

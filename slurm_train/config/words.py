@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -20,7 +20,6 @@ import yaml
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.config.synonyms import OTHER_NAMES, advise
 from slurm_train.errors import ConfigError
-from slurm_train.verbs import PUBLIC_VERBS
 
 _OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.", "optim.schedule.", "batch.growth.")
 _CUSTOM_GROUPS = ("model", "data", "optim")
@@ -121,8 +120,12 @@ _REFUSED = {
 }
 
 
-def read_words(words: Sequence[str]) -> Words:
+def read_words(words: Sequence[str], *, verbs: Collection[str] = ()) -> Words:
     """Returns the flags and the overrides of a command line.
+
+    Args:
+        words: as typed.
+        verbs: what a word that is no setting may have been meant for.
 
     Raises:
         ConfigError: an unknown flag, a flag without its value, or flags that exclude each other.
@@ -141,7 +144,7 @@ def read_words(words: Sequence[str]) -> Words:
             values["after"] += read_names(word.removeprefix("after="), example="after=gpt-stdlib,3f9a1c07")
         else:
             if not _is_override(word):
-                raise _unknown_word_error(word, [*values["overrides"][-1:], ""][0], remaining)
+                raise _unknown_word_error(word, [*values["overrides"][-1:], ""][0], remaining, verbs)
             values["overrides"].append(word)
     # Of flags that exclude each other one would have been ignored.
     actions = [f"--{name}" for name in ("run", "multirun", "cfg", "info") if name in values]
@@ -205,13 +208,14 @@ def _is_value(word: str) -> bool:
     return bool(word) and not word.startswith("-") and "=" not in word
 
 
-def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigError:
+def _unknown_word_error(word: str, before: str, after: Sequence[str], verbs: Collection[str]) -> ConfigError:
     """Returns the error for a word that is no setting, with what was probably meant.
 
     Args:
         word: as typed.
         before: the setting in front of it, "" if there is none.
         after: the words behind it.
+        verbs: those that there are.
     """
     import difflib
 
@@ -219,7 +223,7 @@ def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigE
     value = following.lstrip("=") or [*after, "", ""][1]
     key = word.rstrip("=:")
     advised = advise(word, following if _is_value(following) else None)
-    near = difflib.get_close_matches(word, [*PUBLIC_VERBS, *OTHER_NAMES], n=1, cutoff=0.7)
+    near = difflib.get_close_matches(word, [*verbs, *OTHER_NAMES], n=1, cutoff=0.7)
     hint = "settings are written key=value, e.g. optim.lr=3e-4; `python -m slurm_train --help` lists the verbs"
     if before.endswith(("=", ",")) or before.count("[") > before.count("]") or before.count("{") > before.count("}"):
         hint = f'a blank ends a word: write {before}{word}, or with its blanks in quotes: "{before} {word}"'
@@ -227,7 +231,7 @@ def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigE
         hint = "no blanks around the equals sign: write key=value, e.g. optim.lr=3e-4"
     elif _is_setting(key) and (word != key or following.startswith("=") or _is_value(following)):
         hint = f"write {key}={value}, without blanks"
-    elif word in PUBLIC_VERBS:
+    elif word in verbs:
         hint = f"the verb is the first word: python -m slurm_train {word} ..."
     elif word.endswith(".py"):
         arguments = [argument for argument in after if not argument.startswith("+")]
@@ -243,11 +247,11 @@ def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigE
     elif advised:
         hint = advised
     elif near:
-        hint = f"did you mean `{near[0]}`?" if near[0] in PUBLIC_VERBS else advise(near[0])
+        hint = f"did you mean `{near[0]}`?" if near[0] in verbs else advise(near[0])
     elif "/" in word:
         hint = f"for a run: `status {word}`, `logs {word}`, `resume {word}`"
-    elif word.isidentifier():
-        hint = f"verbs: {', '.join(PUBLIC_VERBS)}; settings are written key=value"
+    elif word.isidentifier() and verbs:
+        hint = f"verbs: {', '.join(verbs)}; settings are written key=value"
     return ConfigError(f"{word!r} is neither a verb nor a setting", hint=hint)
 
 
@@ -453,7 +457,7 @@ def split_word(word: str) -> tuple[str, str, str | None]:
     """
     match = _OVERRIDE.fullmatch(word)
     if match is None or not _is_override(word):
-        raise _unknown_word_error(word, "", ())
+        raise _unknown_word_error(word, "", (), ())
     return match["sign"] or "", match["key"], match["value"]
 
 

@@ -139,7 +139,8 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     from slurm_train.train.optimizer import build_optimizer
     from tests.support.ranks import make_parts, make_rank
 
-    config = RunConfig(train=TrainSection(max_steps=10**6), checkpoint=CheckpointSection(every_steps=None), **sections)
+    train = TrainSection(max_steps=10**6, eval_every_steps=None, sample_tokens=0)
+    config = RunConfig(train=train, checkpoint=CheckpointSection(every_steps=None), **sections)
     plan, number = BatchPlan.equal(local_size=local_size, ranks=RANKS, accumulation=1), int(os.environ["RANK"])
     rank = make_rank(Path(os.environ["BENCH_SCRATCH"]), config, plan=plan, rank=number, ranks=RANKS)
     rank.heartbeat.start(rank.run, 0, rank=number, host="here", limits=Limits(600, 300))

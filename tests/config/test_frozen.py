@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -40,7 +40,6 @@ from slurm_train.config.schema import (
     defaults_of,
     to_mapping,
 )
-from slurm_train.config.synonyms import REMOVED_KEYS, REMOVED_VALUES
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError, RunError
 
@@ -204,56 +203,21 @@ def test_a_key_of_another_version_does_not_count_but_a_users_own_does() -> None:
     assert change.kind == "training"
 
 
-def test_a_removed_key_is_dropped_at_its_default_and_refused_at_any_other_value(tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_is_read_where_it_trains_the_same(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     frozen = yaml.safe_load(dump_config(CONFIG))
-    frozen["ddp"] |= {"powersgd_rank": 2, "comm_start_step": 100}
-    path.write_text(yaml.safe_dump(frozen))
-    assert load_config(path) == CONFIG
-    frozen["ddp"]["powersgd_rank"] = 4
-    path.write_text(yaml.safe_dump(frozen))
-    with pytest.raises(ConfigError, match=r"ddp\.powersgd_rank") as err:
-        load_config(path)
-    assert "ddp.comm=bf16" in err.value.hint
-
-
-@pytest.mark.parametrize("key", REMOVED_KEYS)
-def test_a_removed_key_that_is_typed_is_refused_with_what_to_do_instead(key: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(key)) as err:
-        compose(read_words([f"{key}=3"]))
-    assert err.value.hint == REMOVED_KEYS[key][1]
-
-
-def test_a_renamed_key_keeps_its_value_and_is_refused_with_its_present_name_where_it_is_typed(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    frozen = yaml.safe_load(dump_config(CONFIG))
+    frozen["ddp"] |= {"powersgd_rank": 2, "comm_start_step": 100, "average_every_steps": 8}
+    frozen["batch"]["shares"] = "measured"
     del frozen["requeue"]["max_failures_without_progress"]
     frozen["requeue"]["max_fruitless_failures"] = 7
     path.write_text(yaml.safe_dump(frozen))
-    assert load_config(path).requeue.max_failures_without_progress == 7
-    with pytest.raises(ConfigError, match=r"requeue\.max_fruitless_failures") as err:
-        compose(read_words(["requeue.max_fruitless_failures=7"]))
-    assert "requeue.max_failures_without_progress" in err.value.hint
-
-
-def test_a_removed_value_is_dropped_where_it_does_not_change_what_is_trained(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    frozen = yaml.safe_load(dump_config(CONFIG))
-    frozen["batch"]["shares"] = "measured"
-    path.write_text(yaml.safe_dump(frozen))
-    assert load_config(path) == CONFIG
-    frozen["ddp"]["comm"] = "powersgd"
-    path.write_text(yaml.safe_dump(frozen))
-    with pytest.raises(ConfigError, match=r"ddp\.comm") as err:
-        load_config(path)
-    assert "ddp.comm=bf16" in err.value.hint
-
-
-@pytest.mark.parametrize(("key", "value"), REMOVED_VALUES)
-def test_a_removed_value_that_is_typed_is_refused_with_what_to_do_instead(key: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(key)) as err:
-        compose(read_words([f"{key}={value}", "+cluster=1x1"]))
-    assert err.value.hint == REMOVED_VALUES[key, value]
+    expected = replace(CONFIG, requeue=replace(CONFIG.requeue, max_failures_without_progress=7))
+    assert load_config(path) == expected
+    for key, value in (("powersgd_rank", 4), ("comm", "powersgd")):
+        changed = {**frozen, "ddp": {**frozen["ddp"], key: value}}
+        path.write_text(yaml.safe_dump(changed))
+        with pytest.raises(ConfigError, match=rf"ddp\.{key}"):
+            load_config(path)
 
 
 def test_what_was_chosen_is_marked_with_its_default() -> None:

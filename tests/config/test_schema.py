@@ -6,6 +6,7 @@ from typing import Any, Literal
 import pytest
 
 from slurm_train.config.schema import Count, Degree, Positive, RunConfig, build_config
+from slurm_train.config.synonyms import EXPORT_WORDS
 from slurm_train.errors import ConfigError
 from tests.support.refusals import refusal
 
@@ -75,3 +76,9 @@ def test_the_ranges_of_the_real_keys_are_checked() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"{section}\.{key} must be .*(at least|above) \d"):
             build_config(RunConfig, {section: {key: value}})
+
+
+def test_words_of_sbatchs_export_are_answered() -> None:
+    for word in ("ALL", "NONE"):
+        error = refusal(ConfigError, build_config, RunConfig, {"cluster": {"export": word}})
+        assert error.hint == EXPORT_WORDS[word]

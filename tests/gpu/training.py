@@ -82,7 +82,7 @@ def sections_of(model: Mapping[str, Any] = SMALL, *, local_size: int = 8, **chan
         "model": {"_target_": "slurm_train.models.gpt.GPT", **model},
         "data": {"_target_": "tests.gpu.training.random_tokens", **tokens},
         "batch": {"local_size": local_size, "accumulation": 1},
-        "train": {"max_steps": 1000, "compile": False},
+        "train": {"max_steps": 1000, "eval_every_steps": None, "sample_tokens": 0, "compile": False},
         "checkpoint": {"every_steps": None},
         "parallel": {},
         "optim": {"warmup_samples": 0, "schedule": "constant"},
