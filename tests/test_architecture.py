@@ -25,7 +25,8 @@ LAYERS = [
     {"errors", "assets", "__init__"},
     {"trust"},
     {"config"},
-    {"slurm", "rundir"},
+    {"slurm"},
+    {"rundir"},
     {"status", "code", "distributed"},
     {"models", "data", "checkpoint", "metrics"},
     {"plan", "session"},
@@ -72,7 +73,7 @@ COMMAND_WORDS = {
     # srun there reads its flags and its help, and runs nothing.
     "slurm.commands": {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "sacctmgr", "srun"},
     "request.submission": {"sbatch"},
-    "request.batch_script": {"srun"},
+    "slurm.job_request": {"srun"},
     "request.acceptance": {"salloc"},
     "supervise.ranks": {"srun"},
     # A value of cluster.launcher.
@@ -98,6 +99,8 @@ ENVIRONMENT_WRITERS = {"train.context", "cli.on"}
 MESH_MAKERS = {"distributed.parallelize"}
 # Of the supervisor; each reading of all ranks takes a file per node.
 HEARTBEAT_READERS = {"supervise.look"}
+# A job is a value beside its script; only here is a script's text made, and parsed where there is no such value.
+SCRIPT_PARSER = "slurm.job_request"
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Lines of code: docstrings, comments and blank lines do not count.
 MOST_LINES = 60
@@ -399,6 +402,27 @@ def _may_be_empty(hint: ast.expr) -> bool:
     return isinstance(hint, ast.Constant) and not hint.value
 
 
+def script_readers(tree: Tree) -> list[str]:
+    """Functions that read a batch script's text, or know its lines, beside the one that makes and parses it."""
+    scripts = ("submit_script", "script")
+    readers = ("read_text", "read_bytes", "read_lines")
+
+    def is_read(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Call):
+            return False
+        name = ast.unparse(node.func).rpartition(".")[2]
+        places = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+        return name in readers and any(isinstance(place, ast.Attribute) and place.attr in scripts for place in places)
+
+    def knows_its_lines(node: ast.AST) -> bool:
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        return is_text and ("#SBATCH -" in node.value or "slurm_train supervise " in node.value)
+
+    return [
+        module for module in _uses(tree, lambda node: is_read(node) or knows_its_lines(node)) if module != SCRIPT_PARSER
+    ]
+
+
 def vague_names(tree: Tree) -> list[str]:
     return [module for module in tree.paths if VAGUE_NAMES & set(module.split("."))]
 
@@ -417,6 +441,7 @@ RULES: dict[str, Callable[[Tree], list[str]]] = {
     "one module makes meshes": mesh_makers,
     "one module of the supervisor reads heartbeats": heartbeat_readers,
     "one module removes folders": removals_of_trees,
+    "one module knows the text of a batch script": script_readers,
     "no vague names": vague_names,
 }
 
@@ -487,7 +512,7 @@ def test_the_wheel_holds_nothing_else(wheel: list[str]) -> None:
 BREACHES = [
     ("imports go down only", "plan/a.py", "from slurm_train.train import loop\n", "plan.a imports train"),
     ("imports go down only", "config/a.py", "def f():\n    from slurm_train import cli\n", "config.a imports cli"),
-    ("imports go down only", "rundir/a.py", "from slurm_train.slurm import states\n", "rundir.a imports slurm"),
+    ("imports go down only", "slurm/a.py", "from slurm_train.rundir import paths\n", "slurm.a imports rundir"),
     (
         "imports go down only",
         "errors.py",
@@ -560,6 +585,14 @@ BREACHES = [
     ),
     ("one module makes meshes", "train/a.py", "m = init_device_mesh('cpu', (2,))\n", "train.a"),
     ("one module removes folders", "plan/a.py", "import shutil\nshutil.rmtree('x')\n", "plan.a"),
+    (
+        "one module knows the text of a batch script",
+        "cli/a.py",
+        "def f(run): return read_text(run.submit_script)\n",
+        "cli.a",
+    ),
+    ("one module knows the text of a batch script", "cli/a.py", "x = run.submit_script.read_text()\n", "cli.a"),
+    ("one module knows the text of a batch script", "cli/a.py", "x = re.search('^#SBATCH --array', y)\n", "cli.a"),
     ("no vague names", "train/utils.py", "", "train.utils"),
 ]
 

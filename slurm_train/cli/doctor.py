@@ -95,10 +95,11 @@ def _view_site(commands: SlurmCommands) -> SiteView:
 def _refusal_of_filter(facts: SiteFacts, commands: SlurmCommands) -> str:
     """Returns the message with which a submit filter refuses a plain job; "" where it does not or there is none."""
     from slurm_train.request.acceptance import slurm_verdict
+    from slurm_train.slurm.job_request import directives
 
     if facts.settings.get("JobSubmitPlugins", "(null)") == "(null)":
         return ""
-    verdict = slurm_verdict("#!/bin/sh\n#SBATCH --requeue\ntrue\n", commands)
+    verdict = slurm_verdict(f"#!/bin/sh\n{directives([{'requeue': True}])}\ntrue\n", commands)
     if verdict.is_accepted:
         return ""
     return "; ".join(line.strip() for line in verdict.message.splitlines() if line.strip())
@@ -160,13 +161,14 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
     start = Start(words=["doctor", *settings], env=env, say=note)
     commands = start.commands
     require_slurm(commands, env)
-    script = start.write(plan, read_source(run, plan.config, cwd, env=env))
+    request = start.write(plan, read_source(run, plan.config, cwd, env=env))
     if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env:
         note(f"checking the nodes of this allocation, job {env['SLURM_JOB_ID']}")
         subprocess.run(["bash", str(run.submit_script)], env=dict(env), stdout=sys.stderr, check=False)
     else:
+        assert request is not None
         # Nodes that earlier runs found bad are not left out: this job is to check them as well.
-        job_id = start.submit_written(run, plan.config, script, excludes_bad_nodes=False)
+        job_id = start.submit_written(run, plan.config, request, excludes_bad_nodes=False)
         note(f"submitted job {job_id}; logs in {run.logs}; Ctrl-C cancels it")
         try:
             _wait(job_id, commands)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from slurm_train.plan.speed import Speed
     from slurm_train.plan.when import Option
     from slurm_train.slurm.commands import SlurmCommands
+    from slurm_train.slurm.job_request import JobRequest
     from slurm_train.slurm.refusals import TestVerdict
     from slurm_train.slurm.site import SiteFacts
 
@@ -163,20 +164,20 @@ class _JobPreview:
 def _preview_job(plan: RunPlan, commands: SlurmCommands, env: Mapping[str, str]) -> _JobPreview:
     """Returns the job that a submission would make: where Slurm refuses the chosen CPUs, it is one without them."""
     from slurm_train.request.acceptance import without_chosen_cpus
-    from slurm_train.request.batch_script import render_script
+    from slurm_train.request.batch_script import job_request
 
-    script = render_script(plan)
-    slurm = _ask_slurm(script, commands, env, plan)
+    request = job_request(plan)
+    slurm = _ask_slurm(request, commands, env, plan)
     bare = without_chosen_cpus(plan)
     if bare is not None and slurm.get("is_accepted") is False:
-        bare_script = render_script(bare)
-        bare_slurm = _ask_slurm(bare_script, commands, env, bare)
+        bare_request = job_request(bare)
+        bare_slurm = _ask_slurm(bare_request, commands, env, bare)
         if bare_slurm.get("is_accepted"):
             plan = bare
-            script = bare_script
+            request = bare_request
             slurm = bare_slurm
     slurm["topology"] = _topology(plan, slurm.get("nodelist", ""), commands)
-    return _JobPreview(plan=plan, script=script, slurm=slurm)
+    return _JobPreview(plan=plan, script=request.text(), slurm=slurm)
 
 
 def _say_dependency(after: Sequence[str], plan: RunPlan, env: Mapping[str, str]) -> None:
@@ -304,8 +305,8 @@ def _plan_sweep(
     """Prints the sweep's table, and the script of each array to stdout."""
     from slurm_train.cli.multirun import plan_words
     from slurm_train.plan.speed import sweep_rows
-    from slurm_train.request.arrays import cut_arrays, max_array_size, refuses_arrays, render_array
-    from slurm_train.request.batch_script import render_script
+    from slurm_train.request.arrays import array_request, cut_arrays, max_array_size, refuses_arrays
+    from slurm_train.request.batch_script import job_request
 
     plan = plan_words(settings=settings, env=env, cwd=cwd)
     _say_variables(plan.plans[0], env)
@@ -315,7 +316,7 @@ def _plan_sweep(
     if not plan.uses_cluster:
         return 0
     site = commands.settings if commands.is_available() else {}
-    scripts = [(run_plan.run, render_script(run_plan)) for run_plan in plan.plans]
+    requests = [(run_plan.run, job_request(run_plan)) for run_plan in plan.plans]
     runs_per_gpu = plan.plans[0].config.sweep.runs_per_gpu
     if runs_per_gpu > 1:
         cpus = plan.plans[0].cpus_per_rank
@@ -326,18 +327,18 @@ def _plan_sweep(
         "pack": plan.pack,
         "runs_per_gpu": runs_per_gpu,
     }
-    arrays = cut_arrays(scripts, max_size=max_array_size(site), **limits)
+    arrays = cut_arrays(requests, max_size=max_array_size(site), **limits)
     with contextlib.suppress(ClusterError):
         if commands.is_available() and refuses_arrays(arrays[0], plan.sweep, commands):
-            arrays = cut_arrays(scripts, max_size=0, **limits)
+            arrays = cut_arrays(requests, max_size=0, **limits)
     if arrays[0].is_alone:
         note(f"  {'arrays':<13}  this site takes none: each of {len(arrays)} jobs is like the first")
         arrays = arrays[:1]
     for number, array in enumerate(arrays):
-        script = render_array(array, plan.sweep, number)
-        says = _ask_slurm(script, commands, env, plan.plans[0])["says"]
+        request = array_request(array, plan.sweep, number)
+        says = _ask_slurm(request, commands, env, plan.plans[0])["says"]
         note(f"  {f'array {number}':<13}  {len(array.runs)} runs; Slurm {says}")
-        print(script, end="")
+        print(request.text(), end="")
     return 0
 
 
@@ -400,7 +401,7 @@ class _JobSizes:
         import time
 
         from slurm_train.plan.when import Option, option_of, pace_of
-        from slurm_train.request.batch_script import render_script
+        from slurm_train.request.batch_script import job_request
         from slurm_train.rundir.timing import warning_lead_s
         from slurm_train.slurm.records import unix_s
 
@@ -408,7 +409,7 @@ class _JobSizes:
         nothing_known = Option(num_nodes=num_nodes, num_devices=num_devices, limit_min=limit_min)
         try:
             plan = self._plan(num_nodes, limit_min)
-            answer = _ask_slurm(render_script(plan), self.commands, self.env, plan)
+            answer = _ask_slurm(job_request(plan), self.commands, self.env, plan)
         except ConfigError as err:
             return replace(nothing_known, problem=err.message)
         if not answer.get("is_accepted"):
@@ -452,8 +453,8 @@ def _without_time(overrides: Sequence[str], words: Sequence[str]) -> list[str]:
     return [word for word in overrides if word.lstrip("+").partition("=")[0] not in _TIME_KEYS]
 
 
-def _ask_slurm(script: str, commands: SlurmCommands, env: Mapping[str, str], plan: RunPlan) -> dict[str, Any]:
-    """Returns what Slurm "says" about a script, in words, and where there is a verdict what it holds."""
+def _ask_slurm(request: JobRequest, commands: SlurmCommands, env: Mapping[str, str], plan: RunPlan) -> dict[str, Any]:
+    """Returns what Slurm "says" about a job, in words, and where there is a verdict what it holds."""
     from slurm_train.request.acceptance import (
         advice,
         outlook_of,
@@ -471,13 +472,13 @@ def _ask_slurm(script: str, commands: SlurmCommands, env: Mapping[str, str], pla
     except ClusterError as err:
         return {"says": f"is not asked: {err.message}; {err.hint}"}
     try:
-        verdict = slurm_verdict(script, commands)
+        verdict = slurm_verdict(request.text(), commands)
         if not verdict.is_accepted:
             separator = "\n    " if "\n" in verdict.message else "; "
-            todo = advice(verdict, script, commands, plan)
+            todo = advice(verdict, request, commands, plan)
             says = f"would refuse it: {verdict.message}" + (f"{separator}{todo}" if todo else "")
             return _answer(verdict, says)
-        outlook = outlook_of(script, commands, start=verdict.start)
+        outlook = outlook_of(request, commands, start=verdict.start)
         if outlook.obstacle is not None:
             never = replace(verdict, is_accepted=False, message=outlook.obstacle.what)
             return _answer(never, f"would let it wait for ever: {outlook.obstacle.what}; {outlook.obstacle.todo}")

@@ -7,8 +7,6 @@ training only with --accept. The same for the code: --accept code takes the file
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -33,15 +31,14 @@ from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import find_run, find_sweep
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.sweep import SweepDirectory
+from slurm_train.slurm.job_request import JobRequest
 from slurm_train.start.drift import changed_code_notes, check_drift, check_names, refuse_finished
 from slurm_train.start.inputs import require_targets
 from slurm_train.start.start import Start
 from slurm_train.status.activity import refuse_active
 from slurm_train.status.run_status import RESUMABLE, RunState, read_states
-from slurm_train.trust import read_text
 
 _WITH_TARGETS = ("model", "data", "task", "optim", "callbacks")
-_SUPERVISED = re.compile(r"^exec .* -m slurm_train supervise (.+) -- \\$", re.MULTILINE)
 
 
 def main(words: Sequence[str]) -> int:
@@ -127,15 +124,14 @@ def _needs_another_script(run: RunDirectory, config: RunConfig) -> bool:
     """Returns whether the run's script names another directory than the run's, or a Python that is gone."""
     if not run.submit_script.is_file():
         return False
-    script = read_text(run.submit_script)
-    missing_python = gone_python(config, script)
+    request = JobRequest.read(run.submit_script)
+    missing_python = gone_python(config, request.python)
     if missing_python:
         note(f"the Python of the run is gone: {missing_python}; it goes on with {sys.executable}")
         return True
-    supervise_line = _SUPERVISED.search(script)
-    if supervise_line is None:
+    if not request.run:
         return False
-    path = Path(shlex.split(supervise_line[1])[0])
+    path = Path(request.run)
     return path != run.path and not (path.exists() and path.samefile(run.path))
 
 

@@ -52,11 +52,12 @@ def start_run(start: Start, plan: RunPlan, source: Source | RunDirectory | None)
     from slurm_train.cli.here import attend
 
     require_slurm(start.commands, start.env)
-    script = start.write(plan, source, inside=start.env.get("SLURM_JOB_ID"))
+    request = start.write(plan, source, inside=start.env.get("SLURM_JOB_ID"))
     if "SLURM_JOB_ID" in start.env:
         env = with_absolute_python_path(start.env, Path.cwd())
         return attend(run, ["bash", str(run.submit_script)], env=env)
-    words = salloc_words(plan, start.exclude_flags(script, run))
+    assert request is not None
+    words = salloc_words(plan, start.exclude_flags(request, run))
     return attend(run, words, env=with_absolute_python_path(scrubbed(start.env), Path.cwd()))
 
 

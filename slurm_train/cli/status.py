@@ -102,8 +102,8 @@ def _with_owners(statuses: Sequence[RunStatus], env: Mapping[str, str]) -> list[
     job waits for a limit.
     """
     from slurm_train.slurm.commands import SlurmCommands
-    from slurm_train.slurm.flags import read_components
-    from slurm_train.slurm.job_limits import obstacles, read_request
+    from slurm_train.slurm.job_limits import demand_of, obstacles
+    from slurm_train.slurm.job_request import JobRequest
     from slurm_train.slurm.records import waits_for_limit
     from slurm_train.slurm.site import Site
 
@@ -113,8 +113,8 @@ def _with_owners(statuses: Sequence[RunStatus], env: Mapping[str, str]) -> list[
         if status.state is RunState.QUEUED and status.job is not None and waits_for_limit(status.job.reason):
             with contextlib.suppress(OSError, ValueError, ClusterError):
                 facts = facts or Site(SlurmCommands(env)).facts()
-                script = status.run.submit_script.read_text(encoding="utf-8")
-                found = [obstacles(facts, read_request(directives)) for directives in read_components(script)]
+                request = JobRequest.read(status.run.submit_script)
+                found = [obstacles(facts, demand_of(flags)) for flags in request.components]
                 obstacle = next((of_component[0] for of_component in found if of_component), None)
                 if obstacle is not None:
                     status = replace(status, note=f"{status.note}; {obstacle.what}: {obstacle.todo}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,8 +30,6 @@ _ACTIVATES = re.compile(
     r"(?:^|[;&|]|\s)(?:(?:source|\.)\s+(?P<folder>\S+)/bin/activate\b"
     r"|(?:(?:conda|mamba|micromamba)|source)\s+activate\s+(?P<name>[^\s;&|]+))"
 )
-# The line of a run's script that names the interpreter.
-_STARTED = re.compile(r"^exec (.+?) -m slurm_train supervise ", re.MULTILINE)
 # Folders that each machine has for itself.
 _OF_ONE_MACHINE = ("/tmp/", "/var/tmp/", "/dev/shm/", "/run/")
 # Prints which of the packages that each rank imports an interpreter does not find; imports none of them.
@@ -83,17 +80,15 @@ def _is_found_by(finders: Iterable[Any]) -> bool:
     return any(find_spec("slurm_train", None, None) is not None for find_spec in hooks)
 
 
-def gone_python(config: RunConfig, script: str) -> str:
-    """Returns the interpreter of a run's script that is not there any more; "" if it is, or was chosen for the nodes.
+def gone_python(config: RunConfig, python: str) -> str:
+    """Returns the interpreter of a run's job if it is not there any more; "" if it is, or was chosen for the nodes.
 
     Args:
         config: the run's.
-        script: the text of its `submit.sh`.
+        python: the interpreter, "" where none is known.
     """
     if config.cluster is None or config.cluster.python is not None:
         return ""
-    match = _STARTED.search(script)
-    python = shlex.split(match[1])[0] if match is not None else ""
     return "" if os.path.exists(python) or not python else python  # noqa: PTH110  # "" is no path
 
 

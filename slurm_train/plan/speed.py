@@ -34,7 +34,7 @@ from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.lookup import is_own, list_runs
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_measured, warning_lead_s
-from slurm_train.slurm.job_limits import JobRequest, limits_in_partitions, longest_limit_min
+from slurm_train.slurm.job_limits import Demand, limits_in_partitions, longest_limit_min
 from slurm_train.slurm.policy import Preemption, expedites_requeues, return_in_words, returning_codes_in_words
 from slurm_train.slurm.site import SiteFacts, default_qos, preemption_in
 
@@ -343,11 +343,11 @@ def _site_policy(config: RunConfig, facts: SiteFacts | None) -> tuple[int | None
     # Of several partitions the job starts in any; the first says what preempts it, the longest limit what it may cost.
     names = [part.strip() for part in name.split(",")]
     qos = cluster.qos or default_qos(facts, names[0], account=cluster.account)
-    request = JobRequest(
+    demand = Demand(
         partitions=tuple(names), account=cluster.account or "", qos=cluster.qos or "", time_min=cluster.time_limit_min
     )
-    limit_min = longest_limit_min(facts, request)
-    lone = [limits.lone_job for limits in limits_in_partitions(facts, request)]
+    limit_min = longest_limit_min(facts, demand)
+    lone = [limits.lone_job for limits in limits_in_partitions(facts, demand)]
     remarks = tuple(filter(None, [*lone[:1], returning_codes_in_words(facts.settings)]))
     return limit_min, preemption_in(facts, qos, names[0]) if facts.settings else None, remarks
 

@@ -20,21 +20,22 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ClusterError
 from slurm_train.plan.cpu_share import CpuShare
 from slurm_train.plan.plan import RunPlan
-from slurm_train.request.batch_script import chosen_step_flags, render_script, sbatch_components
+from slurm_train.request.batch_script import chosen_step_flags, job_request, sbatch_components
 from slurm_train.rundir.events import BAD_NODES_PARTS, BadNode, list_file, read_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.flags import check_flag_name, read_components
+from slurm_train.slurm.flags import check_flag_name
 from slurm_train.slurm.job_limits import (
-    JobRequest,
+    Demand,
     Obstacle,
+    demand_of,
     limits_unknown,
     longest_limit_min,
     obstacles,
     partitions_that_are_down,
-    read_request,
 )
+from slurm_train.slurm.job_request import JobRequest
 from slurm_train.slurm.policy import Partition, chosen_partitions, duration_s, expedites_requeues, tres_gpus
 from slurm_train.slurm.records import unix_s
 from slurm_train.slurm.refusals import Refusal, TestVerdict
@@ -110,22 +111,22 @@ def slurm_verdict(script: str, commands: SlurmCommands) -> TestVerdict:
         return commands.test_only(Path(file.name))
 
 
-def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | None = None) -> tuple[str, ...]:
-    """Refuses a script that Slurm would not accept, or would accept and never start; returns what else is to be known.
+def require_acceptable(request: JobRequest, commands: SlurmCommands, plan: RunPlan | None = None) -> tuple[str, ...]:
+    """Refuses a job that Slurm would not accept, or would accept and never start; returns what else is to be known.
 
     Args:
-        script: the batch script.
+        request: the job.
         commands: Slurm.
         plan: the run, to explain a refusal by what its partition has.
 
     Raises:
         ClusterError: Slurm would not accept it, or never start it; with the reason and the key to change.
     """
-    verdict = slurm_verdict(script, commands)
+    verdict = slurm_verdict(request.text(), commands)
     if not verdict.is_accepted:
-        hint = advice(verdict, script, commands, plan)
+        hint = advice(verdict, request, commands, plan)
         raise ClusterError(f"Slurm would not take this job: {verdict.message}", hint=hint)
-    outlook = outlook_of(script, commands, start=verdict.start)
+    outlook = outlook_of(request, commands, start=verdict.start)
     if outlook.obstacle is not None:
         message = f"Slurm would take this job and never start it: {outlook.obstacle.what}"
         raise ClusterError(message, hint=outlook.obstacle.todo)
@@ -137,26 +138,26 @@ def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | Non
     return outlook.remarks
 
 
-def acceptable_plan(plan: RunPlan, commands: SlurmCommands) -> tuple[RunPlan, str, tuple[str, ...]]:
-    """Returns a plan that Slurm accepts, its script and remarks; without the automatic CPUs, if it refuses only those.
+def acceptable_plan(plan: RunPlan, commands: SlurmCommands) -> tuple[RunPlan, JobRequest, tuple[str, ...]]:
+    """Returns a plan that Slurm accepts, its job and remarks; without the automatic CPUs, if it refuses only those.
 
     Raises:
         ClusterError: as `require_acceptable`.
     """
-    script = render_script(plan)
+    request = job_request(plan)
     try:
-        remarks = require_acceptable(script, commands, plan)
+        remarks = require_acceptable(request, commands, plan)
     except ClusterError as refusal:
         bare = without_chosen_cpus(plan)
         if bare is None:
             raise
-        script = render_script(bare)
+        request = job_request(bare)
         try:
-            remarks = require_acceptable(script, commands, bare)
+            remarks = require_acceptable(request, commands, bare)
         except ClusterError:
             raise refusal from None
-        return bare, script, remarks
-    return plan, script, remarks
+        return bare, request, remarks
+    return plan, request, remarks
 
 
 def without_chosen_cpus(plan: RunPlan) -> RunPlan | None:
@@ -166,11 +167,11 @@ def without_chosen_cpus(plan: RunPlan) -> RunPlan | None:
     return replace(plan, cpus=CpuShare(None, f"as Slurm gives them: it refuses {plan.cpus.number} per rank"))
 
 
-def advice(verdict: TestVerdict, script: str, commands: SlurmCommands, plan: RunPlan | None) -> str:
+def advice(verdict: TestVerdict, request: JobRequest, commands: SlurmCommands, plan: RunPlan | None) -> str:
     """Returns which key to change so that Slurm accepts the job; by its limits and the partition's nodes, if known."""
     general = verdict.advice
     if verdict.refusal in _ABOUT_LIMITS:
-        hindrances = obstacles(site_of(commands).facts(), read_request(read_components(script)[0]))
+        hindrances = obstacles(site_of(commands).facts(), demand_of(request.flags))
         if hindrances:
             return f"{hindrances[0].what}: {hindrances[0].todo}"
     if plan is None or verdict.refusal not in (*_ABOUT_NODES, Refusal.PARTITION):
@@ -225,11 +226,11 @@ class Outlook:
     """Why limits of accounting are not known; "" if they are, or if there are none."""
 
 
-def outlook_of(script: str, commands: SlurmCommands, *, start: str = "") -> Outlook:
+def outlook_of(request: JobRequest, commands: SlurmCommands, *, start: str = "") -> Outlook:
     """Returns what comes of a job: without EnforcePartLimits and DenyOnLimit Slurm takes what it will never start.
 
     Args:
-        script: the batch script, which Slurm takes.
+        request: the job, which Slurm takes.
         commands: Slurm.
         start: the start that Slurm estimates; "" if not known.
 
@@ -241,29 +242,29 @@ def outlook_of(script: str, commands: SlurmCommands, *, start: str = "") -> Outl
     facts = site.facts()
     remarks = []
     is_down = False
-    for directives in read_components(script):
-        request = read_request(directives)
-        hindrances = obstacles(facts, request)
+    for flags in request.components:
+        demand = demand_of(flags)
+        hindrances = obstacles(facts, demand)
         if hindrances:
             longest = max(hindrances, key=lambda obstacle: obstacle.time_min)
             what = "; ".join(dict.fromkeys(obstacle.what for obstacle in hindrances))
             return Outlook(obstacle=replace(longest, what=what))
-        down = partitions_that_are_down(facts, request)
+        down = partitions_that_are_down(facts, demand)
         if down:
             is_down = True
             states = ", ".join(f"{name} is {state}" for name, state in down.items())
             remarks.append(f"partition {states}: it waits until that is UP again")
-        remarks += _by_reservations(request, facts, site.reservations(), start_unix_s=unix_s(start))
+        remarks += _by_reservations(demand, facts, site.reservations(), start_unix_s=unix_s(start))
     unknown = limits_unknown(facts)
     return Outlook(remarks=tuple(dict.fromkeys(remarks)), waits_for_partition=is_down, unknown=unknown)
 
 
 def _by_reservations(
-    request: JobRequest, facts: SiteFacts, reservations: Sequence[Mapping[str, str]], *, start_unix_s: float | None
+    demand: Demand, facts: SiteFacts, reservations: Sequence[Mapping[str, str]], *, start_unix_s: float | None
 ) -> Iterator[str]:
     """Yields which reservation ends a job before its time limit, and which maintenance it starts after."""
     now_unix_s = time.time()
-    limit_min = longest_limit_min(facts, request)
+    limit_min = longest_limit_min(facts, demand)
     for reservation in reservations:
         name = reservation["ReservationName"]
         begin_unix_s = unix_s(reservation.get("StartTime", ""))
@@ -273,7 +274,7 @@ def _by_reservations(
         flags = reservation.get("Flags", "").split(",")
         # Jobs may go on for that long after its end; None for ever.
         overrun_s = duration_s(facts.settings.get("ResvOverRun", "0"))
-        if name == request.reservation and "FLEX" not in flags and overrun_s is not None:
+        if name == demand.reservation and "FLEX" not in flags and overrun_s is not None:
             ended_unix_s = end_unix_s + overrun_s
             left_s = ended_unix_s - max(now_unix_s, begin_unix_s)
             if limit_min is None or 60 * limit_min > left_s:
@@ -282,8 +283,8 @@ def _by_reservations(
                     "which a run saves: set cluster.time so that it ends before"
                 )
         until_begin_min = int((begin_unix_s - now_unix_s) // 60)
-        is_after = start_unix_s is not None and start_unix_s >= begin_unix_s and not request.is_put_off
-        is_maintenance = "MAINT" in flags and name != request.reservation
+        is_after = start_unix_s is not None and start_unix_s >= begin_unix_s and not demand.is_put_off
+        is_maintenance = "MAINT" in flags and name != demand.reservation
         if is_maintenance and until_begin_min > 0 and is_after:
             yield (
                 f"maintenance {name} begins {_moment(begin_unix_s)}: a job of at most {until_begin_min} min may end "
@@ -348,13 +349,13 @@ def _partitions_of(plan: RunPlan, partitions: Sequence[Partition]) -> list[Parti
 # --- nodes that were found bad recently ---
 
 
-def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> tuple[list[str], str]:
+def exclude_flags(request: JobRequest, run: RunDirectory, env: Mapping[str, str]) -> tuple[list[str], str]:
     """Returns flags of sbatch that leave out listed bad nodes, and a line about them for the person ("" for none).
 
     Nodes are left out if there are enough others. Slurm's commands are called only if nodes are listed.
 
     Args:
-        script: the batch script; nodes that it excludes itself stay excluded.
+        request: the job; nodes that it excludes itself stay excluded.
         run: a run that it starts; its root has the list.
         env: environment for Slurm's commands.
     """
@@ -363,19 +364,17 @@ def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> tup
     listed = _bad_nodes_here(run, SlurmCommands(env))
     if not listed:
         return [], ""
-    components = read_components(script)
-    directives = components[0]
+    own = request.flags
     nodes = [bad.node for bad in listed]
     flags = list[str]()
-    # Flags on the command line would reach only the first component of a heterogeneous job. A script that names
+    # Flags on the command line would reach only the first component of a heterogeneous job. A job that names
     # its nodes must get these.
-    if len(components) == 1 and "nodelist" not in directives:
-        excluded = directives.get("exclude", "")
+    if len(request.components) == 1 and "nodelist" not in own:
+        excluded = str(own.get("exclude", ""))
         # For a range such as "2-4" the smallest number is enough.
-        num_nodes = int(directives.get("nodes", "1").partition("-")[0])
-        if has_enough_without(
-            nodes, excluded, directives.get("partition", ""), SlurmCommands(env), num_nodes=num_nodes
-        ):
+        num_nodes = int(str(own.get("nodes", "1")).partition("-")[0])
+        partition = str(own.get("partition", ""))
+        if has_enough_without(nodes, excluded, partition, SlurmCommands(env), num_nodes=num_nodes):
             flags = [f"--exclude={','.join(filter(None, (excluded, *nodes)))}"]
     treatment = "left out" if flags else "found bad, and not left out, since the job needs them or its nodes are uneven"
     return flags, f"{treatment}: {'; '.join(map(str, listed))}; see {list_file(run).with_name(BAD_NODES_PARTS)}"
@@ -392,20 +391,20 @@ def _bad_nodes_here(run: RunDirectory, commands: SlurmCommands) -> list[BadNode]
     return [bad for bad in listed if not known or bad.node in known]
 
 
-def expedite_flags(script: str, config: RunConfig, commands: SlurmCommands) -> list[str]:
+def expedite_flags(request: JobRequest, config: RunConfig, commands: SlurmCommands) -> list[str]:
     """Returns flags of sbatch that make Slurm requeue a job at once after a lost node, if the site supports that.
 
     They override the script's own --requeue. A job that survives the loss of nodes is requeued by its supervisor, and
     such a requeue is not expedited by Slurm.
 
     Args:
-        script: the batch script.
+        request: the job.
         config: the run's.
         commands: Slurm; if it does not answer, the job is submitted as on a site without the feature.
     """
     cluster = config.cluster
-    is_heterogeneous = "\n#SBATCH hetjob\n" in script
-    if cluster is None or cluster.outlives_nodes or is_heterogeneous or "\n#SBATCH --requeue\n" not in script:
+    is_heterogeneous = len(request.components) > 1
+    if cluster is None or cluster.outlives_nodes or is_heterogeneous or "requeue" not in request.flags:
         return []
     with contextlib.suppress(ClusterError):
         return ["--requeue=expedite"] if expedites_requeues(commands.settings) else []

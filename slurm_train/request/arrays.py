@@ -31,7 +31,7 @@ from slurm_train.formatting import count
 from slurm_train.plan.plan import RunPlan
 from slurm_train.request.acceptance import exclude_flags, require_acceptable, slurm_verdict
 from slurm_train.rundir.files import for_each, write_atomic
-from slurm_train.rundir.jobs import number_of, record_job
+from slurm_train.rundir.jobs import number_of, record_job, write_request
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.removal import remove_tree
 from slurm_train.rundir.sweep import (
@@ -40,19 +40,18 @@ from slurm_train.rundir.sweep import (
     array_job_id,
     element_jobs,
     existing_arrays,
-    pack_of,
     read_table,
     record_array,
     write_table,
 )
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.flags import flag_word
+from slurm_train.slurm.flags import Flags
+from slurm_train.slurm.job_request import JobRequest, directives
 from slurm_train.trust import read_text
 
 _DEFAULT_MAX_ARRAY_SIZE = 1001
-_DEPENDENCY = re.compile("#SBATCH --dependency=(.*)")
-# Lines of a run's script that its array replaces by its own.
-_OWN_FLAGS = ("#SBATCH --job-name=", "#SBATCH --output=", "#SBATCH --array=")
+# Flags of a run's job that its array replaces by its own.
+_OWN_FLAGS = ("job-name", "output", "array")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +60,8 @@ class ArrayPlan:
 
     runs: tuple[RunDirectory, ...]
     """Element i is the run at position i, or the i-th pack of them."""
-    directives: tuple[str, ...]
-    """The #SBATCH lines that its runs have in common; they request the resources of one run."""
+    components: tuple[Flags, ...]
+    """The flags that its runs have in common; they request the resources of one run."""
     pack: int = 1
     """Runs that share the allocation of an element."""
     runs_per_gpu: int = 1
@@ -99,36 +98,38 @@ def max_array_size(settings: Mapping[str, str]) -> int:
 
 
 def cut_arrays(
-    scripts: Sequence[tuple[RunDirectory, str]],
+    requests: Sequence[tuple[RunDirectory, JobRequest]],
     *,
     max_size: int,
     max_parallel: int | None,
     pack: int = 1,
     runs_per_gpu: int = 1,
 ) -> list[ArrayPlan]:
-    """Returns the arrays for runs with their own scripts, in the order in which they are to be submitted.
+    """Returns the arrays for runs with their own requests, in the order in which they are to be submitted.
 
     Slurm throttles each array separately and has no throttle over several, so a limit is divided among them. Arrays
     beyond the limit wait for the end of an earlier one, so that never more than the limit run.
 
     Args:
-        scripts: each run with the text of its `submit.sh`.
+        requests: each run with its request.
         max_size: elements that an array may have; 0: each run is a job of its own.
         max_parallel: runs of the whole sweep that may run at once, at least a pack; None: no limit.
         pack: runs that share the allocation of an element.
         runs_per_gpu: of these, runs that share a GPU.
     """
-    by_shape: dict[tuple[str, tuple[str, ...]], list[RunDirectory]] = {}
-    for run, script in scripts:
-        lines = (line for line in script.splitlines() if line.startswith("#SBATCH "))
-        shape = tuple(line for line in lines if not line.startswith(_OWN_FLAGS))
-        by_shape.setdefault((_name_prefix(script, run), shape), []).append(run)
+    by_shape: dict[tuple[str, str], list[RunDirectory]] = {}
+    components: dict[str, tuple[Flags, ...]] = {}
+    for run, request in requests:
+        shared = _shared(request)
+        shape = directives(shared)
+        components[shape] = shared
+        by_shape.setdefault((_name_prefix(request, run), shape), []).append(run)
     arrays: list[ArrayPlan] = []
     for (prefix, shape), runs in by_shape.items():
         # Fewer runs than a pack request only what they need.
         unlimited = ArrayPlan(
             runs=tuple(runs),
-            directives=shape,
+            components=components[shape],
             pack=min(pack, len(runs)),
             runs_per_gpu=runs_per_gpu,
             name_prefix=prefix,
@@ -151,12 +152,16 @@ def cut_arrays(
     ]
 
 
-def _name_prefix(script: str, run: RunDirectory) -> str:
+def _shared(request: JobRequest) -> tuple[Flags, ...]:
+    """Returns the flags of a run's job that its array has, too."""
+    first = {name: value for name, value in request.flags.items() if name not in _OWN_FLAGS}
+    return (first, *request.components[1:])
+
+
+def _name_prefix(request: JobRequest, run: RunDirectory) -> str:
     """Returns the prefix before a run's own name in the name of its job."""
-    match = re.search(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)
-    words = shlex.split(match[1]) if match else []
     name = f"{run.name}-{run.run_id}"
-    return words[0].removesuffix(name) if words and words[0].endswith(name) else ""
+    return request.name.removesuffix(name) if request.name.endswith(name) else ""
 
 
 def _split(total: int, weights: Sequence[int]) -> list[int]:
@@ -168,47 +173,50 @@ def _split(total: int, weights: Sequence[int]) -> list[int]:
     return shares
 
 
-def render_array(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> str:
-    """Returns the text of the script of a sweep's array of this number."""
+def array_request(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> JobRequest:
+    """Returns the job of a sweep's array of this number."""
     array = sweep.array(number)
     name = f"{plan.name_prefix}sweep-{sweep.sweep_id}-{number}"
     spec = f"0-{plan.num_elements - 1}" + (f"%{plan.throttle}" if plan.throttle is not None else "")
-    array_flags = {"job-name": name, "array": spec, "output": str(array.logs / "%a.log")}
+    own_flags: Flags = {"job-name": name, "array": spec, "output": str(array.logs / "%a.log")}
     if plan.is_alone:
-        array_flags = {"job-name": name, "output": str(array.logs / "0.log")}
+        own_flags = {"job-name": name, "output": str(array.logs / "0.log")}
+    first, *others = map(partial(_packed, plan=plan), plan.components)
+    components = (own_flags | first, *others)
     packs = f", {plan.pack} in a job" if plan.pack > 1 else ""
     # A run with GPUs of its own does not need their number.
     gpus = f"/{plan.num_gpu_shares}" if plan.runs_per_gpu > 1 else ""
-    return read_template("pack.sh" if plan.pack > 1 else "array.sh").format(
+    script = read_template("pack.sh" if plan.pack > 1 else "array.sh").format(
         title=f"{name}: {count(len(plan.runs), 'run')}{packs}",
         index="0" if plan.is_alone else "${SLURM_ARRAY_TASK_ID:?this script is for sbatch}",
-        sbatch="\n".join([*(f"#SBATCH {flag_word(*flag)}" for flag in array_flags.items()), *_packed(plan)]),
+        sbatch=directives(components),
         runs=shlex.quote(str(array.runs)),
         pack=plan.pack,
         gpus=gpus,
         requeue=EXIT_REQUEUE,
     )
+    return JobRequest(components=components, pack=plan.pack, script=script)
 
 
-# Flags with a number that a pack multiplies.
-_COUNTED = re.compile(r"#SBATCH --(?P<flag>ntasks|ntasks-per-node|gpus-per-node|gres|mem)=(?:.*:)?(?P<number>[0-9]+)G?")
-_PER_TASK = "#SBATCH --gpus-per-task="
+_COUNTED = re.compile(r"(?P<before>(?:.*:)?)(?P<number>[0-9]+)(?P<after>G?)")
 
 
-def _packed(plan: ArrayPlan) -> list[str]:
-    """Returns the #SBATCH lines that request the resources of a pack, on one node."""
-    lines: list[str] = []
-    for line in plan.directives:
-        if line.startswith(_PER_TASK) and plan.pack > 1 and plan.runs_per_gpu > 1:
+def _packed(flags: Flags, *, plan: ArrayPlan) -> Flags:
+    """Returns the flags that request the resources of a pack, on one node."""
+    factors = {
+        **dict.fromkeys(("ntasks", "ntasks-per-node", "mem"), plan.pack),
+        **dict.fromkeys(("gpus-per-node", "gres"), plan.num_gpu_shares),
+    }
+    packed: Flags = {}
+    for name, value in flags.items():
+        if name == "gpus-per-task" and plan.pack > 1 and plan.runs_per_gpu > 1:
             # There are more tasks than GPUs.
-            line = line.replace(_PER_TASK, "#SBATCH --gpus-per-node=")
-        counted = _COUNTED.fullmatch(line)
+            name = "gpus-per-node"
+        counted = _COUNTED.fullmatch(str(value)) if name in factors else None
         if counted is not None:
-            is_gpus = counted["flag"] in ("gpus-per-node", "gres")
-            number = int(counted["number"]) * (plan.num_gpu_shares if is_gpus else plan.pack)
-            line = f"{line[: counted.start('number')]}{number}{line[counted.end('number') :]}"
-        lines.append(line)
-    return lines
+            value = f"{counted['before']}{int(counted['number']) * factors[name]}{counted['after']}"
+        packed[name] = value
+    return packed
 
 
 def next_number(sweep: SweepDirectory) -> int:
@@ -218,7 +226,7 @@ def next_number(sweep: SweepDirectory) -> int:
 
 def plan_arrays(
     sweep: SweepDirectory,
-    scripts: Sequence[tuple[RunDirectory, str]],
+    requests: Sequence[tuple[RunDirectory, JobRequest]],
     commands: SlurmCommands,
     *,
     limits: SweepSection,
@@ -228,7 +236,7 @@ def plan_arrays(
 
     Args:
         sweep: the sweep.
-        scripts: each run with the text of its `submit.sh`.
+        requests: each run with its request.
         commands: Slurm.
         limits: how many of the runs may run at once, and share a job and a GPU.
         example: a run of the sweep, to explain a refusal.
@@ -236,12 +244,12 @@ def plan_arrays(
     Raises:
         ClusterError: Slurm would not accept them.
     """
-    if not scripts:
+    if not requests:
         return []
     max_size = max_array_size(commands.show_config())
     cut = partial(
         cut_arrays,
-        scripts,
+        requests,
         max_parallel=limits.max_parallel,
         pack=limits.pack,
         runs_per_gpu=limits.runs_per_gpu,
@@ -251,7 +259,7 @@ def plan_arrays(
     # array.
     largest = arrays[0]
     if not largest.is_alone:
-        largest = replace(largest, runs=tuple(run for run, _ in scripts)[: max_size * largest.pack], throttle=None)
+        largest = replace(largest, runs=tuple(run for run, _ in requests)[: max_size * largest.pack], throttle=None)
     try:
         _require_all_acceptable([largest, *arrays], sweep, commands, example)
     except ClusterError:
@@ -266,18 +274,18 @@ def _require_all_acceptable(
     arrays: Sequence[ArrayPlan], sweep: SweepDirectory, commands: SlurmCommands, example: RunPlan | None
 ) -> None:
     """Refuses arrays that Slurm would not accept; of each shape only the first array is tested."""
-    by_shape = {array.directives: array for array in reversed(arrays)}
+    by_shape = {directives(array.components): array for array in reversed(arrays)}
     for array in reversed(by_shape.values()):
-        script = render_array(array, sweep, next_number(sweep))
+        request = array_request(array, sweep, next_number(sweep))
         try:
-            require_acceptable(script, commands, example if array is arrays[0] else None)
+            require_acceptable(request, commands, example if array is arrays[0] else None)
         except ClusterError as err:
             if _are_too_many(array, sweep, commands):
                 raise ClusterError(err.message, hint=_hint_for_fewer(array)) from err
             if array.pack == 1:
                 raise
-            request = f"a pack asks for {array.pack} runs' GPUs, CPUs and memory on one node"
-            raise ClusterError(err.message, hint=f"{request}: lower sweep.pack; else {err.hint}") from err
+            asked = f"a pack asks for {array.pack} runs' GPUs, CPUs and memory on one node"
+            raise ClusterError(err.message, hint=f"{asked}: lower sweep.pack; else {err.hint}") from err
 
 
 def _are_too_many(plan: ArrayPlan, sweep: SweepDirectory, commands: SlurmCommands) -> bool:
@@ -285,8 +293,12 @@ def _are_too_many(plan: ArrayPlan, sweep: SweepDirectory, commands: SlurmCommand
     if plan.num_elements == 1:
         return False
     first = replace(plan, runs=plan.runs[: plan.pack], throttle=None)
-    scripts = [render_array(array, sweep, next_number(sweep)) for array in (plan, first)]
-    return [slurm_verdict(script, commands).is_accepted for script in scripts] == [False, True]
+    number = next_number(sweep)
+    return [_is_accepted(array, sweep, number, commands) for array in (plan, first)] == [False, True]
+
+
+def _is_accepted(plan: ArrayPlan, sweep: SweepDirectory, number: int, commands: SlurmCommands) -> bool:
+    return slurm_verdict(array_request(plan, sweep, number).text(), commands).is_accepted
 
 
 def _hint_for_fewer(plan: ArrayPlan) -> str:
@@ -308,9 +320,7 @@ def refuses_arrays(plan: ArrayPlan, sweep: SweepDirectory, commands: SlurmComman
     listed = replace(plan, runs=plan.runs[: plan.pack], throttle=None)
     alone = replace(listed, is_alone=True)
     number = next_number(sweep)
-    if slurm_verdict(render_array(listed, sweep, number), commands).is_accepted:
-        return False
-    return slurm_verdict(render_array(alone, sweep, number), commands).is_accepted
+    return [_is_accepted(array, sweep, number, commands) for array in (listed, alone)] == [False, True]
 
 
 def submit_arrays(
@@ -327,32 +337,29 @@ def submit_arrays(
     Raises:
         ClusterError: sbatch refused an array; those before it are submitted.
     """
-    from slurm_train.request.submission import UnreadAnswer, submit_script
+    from slurm_train.request.submission import UnreadAnswer, submit_request
 
     # Before an array is in the queue: what it says is recorded with each.
     cluster = SlurmCommands(env).cluster
     ids: list[str] = []
     for number, plan in enumerate(plans, next_number(sweep)):
         array = sweep.array(number)
-        script = render_array(plan, sweep, number)
+        request = array_request(plan, sweep, number)
         array.logs.mkdir(mode=0o700, parents=True)
         write_atomic(array.runs, "".join(f"{run.path}\n" for run in plan.runs))
-        write_atomic(array.script, script, mode=0o700)
+        write_request(array.script, request)
         write_atomic(array.cluster, f"{cluster}\n")
         dependencies = [] if not depends else [depends]
         if plan.predecessor is not None:
             dependencies.append(f"afterany:{ids[plan.predecessor]}")
         flags = []
         if dependencies:
-            # A flag on the command line replaces the line of the runs' own cluster.sbatch.dependency in the script.
-            for directive in plan.directives:
-                match = _DEPENDENCY.fullmatch(directive)
-                if match:
-                    dependencies.append(" ".join(shlex.split(match[1])))
+            # A flag on the command line replaces the runs' own cluster.sbatch.dependency in the script.
+            dependencies.append(str(request.flags.get("dependency", "")))
             flags = [f"--dependency={','.join(filter(None, dependencies))}"]
-        flags += exclude_flags(script, plan.runs[0], env)[0]
+        flags += exclude_flags(request, plan.runs[0], env)[0]
         try:
-            ids.append(submit_script(script, folder=array.path / "submitted", env=env, flags=flags))
+            ids.append(submit_request(request, folder=array.path / "submitted", env=env, flags=flags))
         except ClusterError as err:
             # An array that may be in the queue keeps its files.
             if isinstance(err, UnreadAnswer):
@@ -379,7 +386,7 @@ def _record(sweep: SweepDirectory, array: ArrayDirectory, job_id: str, *, cluste
     write_atomic(array.job, json.dumps({"job_id": job_id, "submit_time_unix_s": time.time()}) + "\n")
     write_table(sweep, record_array(read_table(sweep), array, job_id))
     jobs = element_jobs(array, job_id)
-    is_packed = pack_of(array) > 1
+    is_packed = JobRequest.read(array.script).pack > 1
 
     def record(pair: tuple[RunDirectory, str]) -> None:
         run, element = pair

@@ -1,6 +1,6 @@
-"""The batch script of a run: which resources it asks for, and the rules that keep multi-node jobs alive. Pure.
+"""The job of a run: which resources it asks for, and the rules that keep multi-node jobs alive. Pure.
 
-Every flag is based on a fact about Slurm; see docs/slurm.md. Every value in the text passes one of the guards of
+Every flag is based on a fact about Slurm; see docs/slurm.md. Every value in the script passes one of the guards of
 `slurm.flags`: one for text that sbatch reads, one for text that bash reads. The template is plain bash; decisions are
 made here. Tests compare the text with a golden file.
 
@@ -10,14 +10,12 @@ The command of the ranks, in a container if there is one, comes from `rank_comma
 from __future__ import annotations
 
 import itertools
-import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_train.assets import read_template
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.master import PORTS
 from slurm_train.errors import ConfigError
@@ -28,19 +26,14 @@ from slurm_train.request.typed_flags import as_text, step_flags, typed_flags, wi
 from slurm_train.rundir.paths import SETUP_FAILED, RunDirectory
 from slurm_train.rundir.timing import warning_lead_s
 from slurm_train.slurm.allocation import compact_nodelist, parse_nodelist
-from slurm_train.slurm.flags import (
-    Flags,
-    check_env_name,
-    check_env_value,
-    flag_word,
-    resource_flags,
-)
+from slurm_train.slurm.flags import Flags, check_env_name, resource_flags
+from slurm_train.slurm.job_request import JobRequest, guarded, quoted
 
 STEP_NAME = "attempt_{attempt}"
 
 
-def render_script(plan: RunPlan, *, default_python: str = sys.executable, package: Path | None = None) -> str:
-    """Returns the text of `submit.sh`.
+def job_request(plan: RunPlan, *, default_python: str = sys.executable, package: Path | None = None) -> JobRequest:
+    """Returns what the job of a run asks for; its text is that of `submit.sh`.
 
     Args:
         plan: the run; it must ask for a cluster.
@@ -50,20 +43,15 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
     Raises:
         ConfigError: a value that cannot reach the script unchanged, with the key it came from.
     """
-    cluster = _cluster(plan.config)
+    config = plan.config
+    cluster = _cluster(config)
     python = cluster.python or default_python
     if not Path(python).is_absolute() or not python.isprintable():
         raise ConfigError(
             f"cluster.python={python!r} is not an absolute path", hint="name the interpreter with its full path"
         )
     if cluster.stage_python is not None:
-        _check_stage(cluster.stage_python, plan.config)
-    ranks = RankCommand(plan.config, plan.run, plan.directory, package)
-    exports = job_environment(plan.config)
-    components = []
-    for flags in sbatch_components(plan):
-        words = (_guarded(f"--{name}", flag_word, name, value) for name, value in flags.items())
-        components.append("\n".join(f"#SBATCH {word}" for word in words))
+        _check_stage(cluster.stage_python, config)
     for line in cluster.setup:
         # A setup line is shell text of the user and is not changed, but it must be one line.
         if not line.isprintable():
@@ -71,21 +59,25 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
                 f"cluster.setup has a line break or control character: {line!r}",
                 hint="give each shell line as an item of its own",
             )
-    srun = (_guarded(f"srun --{name}", flag_word, name, value) for name, value in srun_flags(plan).items())
+    ranks = RankCommand(config, plan.run, plan.directory, package)
+    exports = job_environment(config)
     # A line about what the ranks do, without a script's arguments, which may contain a secret.
-    config = plan.config
     name = script_name(config.script) if config.script else str((config.task or {}).get("_target_"))
     work = f"global batch {plan.batch.as_sum()}" if config.trains else f"{name} on {plan.world.size} ranks"
-    return read_template("run.sh").format(
+    request = JobRequest(
+        components=tuple(sbatch_components(plan)),
         title=f"{plan.run.name}/{plan.run.run_id}: {' '.join(work.split())}",
-        sbatch="\n#SBATCH hetjob\n".join(components),
-        exports="\n".join(_guarded(f"export {name}", _export, name, value) for name, value in exports.items()),
-        setup="\n".join(_setup_lines(plan)),
-        python=shlex.quote(python),
-        run=shlex.quote(str(plan.run.path)),
-        srun=" ".join(["srun", *srun, *_container_words(ranks.step_flags(exports), cluster.srun)]),
-        worker=" ".join(map(_quoted, ranks.words(python=python))),
+        exports=exports,
+        setup=tuple(_setup_lines(plan)),
+        python=python,
+        run=str(plan.run.path),
+        srun=srun_flags(plan),
+        container=_container_flags(ranks.step_flags(exports), cluster.srun),
+        worker=tuple(ranks.words(python=python)),
     )
+    # What cannot be written is refused here, before anything is.
+    request.text()
+    return request
 
 
 def _setup_lines(plan: RunPlan) -> list[str]:
@@ -101,7 +93,7 @@ def _setup_lines(plan: RunPlan) -> list[str]:
     folder = Path(plan.directory, str(working_dir or ""))
     warning = f"warning: {folder} is not on this node: relative paths in cluster.setup lead elsewhere"
     return [
-        f"cd {_quoted(str(folder))} || echo {_quoted(warning)} >&2",
+        f"cd {quoted(str(folder))} || echo {quoted(warning)} >&2",
         # A line of a file that is sourced may fail without a word, and `set -e` ends the job.
         f"""set -E; trap 'echo "{SETUP_FAILED}$? of: $BASH_COMMAND" >&2' ERR""",
         *cluster.setup,
@@ -122,27 +114,7 @@ def _check_stage(folder: str, config: RunConfig) -> None:
         )
 
 
-def _guarded(name: str, guard: Callable[..., str], *values: Any) -> str:
-    """Returns the text that a guard makes of a value; puts the name of the flag or variable in front of its errors."""
-    try:
-        return guard(*values)
-    except ConfigError as err:
-        shown = name if name.isprintable() else repr(name)
-        raise ConfigError(f"{shown}: {err.message}", hint=err.hint) from err
-
-
-def _export(name: str, value: str) -> str:
-    # The launch's own variable is none that a person may set.
-    return f"export {name if name == PORTS else check_env_name(name)}={check_env_value(value)}"
-
-
-def _quoted(word: str) -> str:
-    if not word.isprintable():
-        raise ConfigError(f"{word!r} cannot be a word of the batch script", hint="remove what cannot be printed")
-    return shlex.quote(word)
-
-
-def _container_words(flags: Mapping[str, str], srun_settings: Mapping[str, Any]) -> list[str]:
+def _container_flags(flags: Mapping[str, str], srun_settings: Mapping[str, Any]) -> Mapping[str, str]:
     # These values are only quoted: lists of mounts and variables may be longer than the guard of flags allows.
     twice = [name for name in srun_settings if name.replace("_", "-") in flags]
     if twice:
@@ -150,7 +122,7 @@ def _container_words(flags: Mapping[str, str], srun_settings: Mapping[str, Any])
             f"cluster.srun.{twice[0]} and container.* both say what runs the ranks",
             hint="use container.image and container.mounts, or leave the container out",
         )
-    return [f"--{name}={_quoted(value)}" for name, value in flags.items()]
+    return flags
 
 
 # --- flags of sbatch ---
@@ -344,6 +316,10 @@ def job_environment(config: RunConfig) -> dict[str, str]:
     for name, value in cluster.env.items():
         if value is not None:
             variables[name] = as_text(f"cluster.env.{name}", value)
+    for name in variables:
+        # The launch's own variable is none that a person may set.
+        if name != PORTS:
+            guarded(f"export {name}", check_env_name, name)
     return variables
 
 

@@ -1,15 +1,14 @@
 """Submits a complete script to Slurm by submitit; the only module that imports submitit.
 
-submitit's own script, pickles and signal handlers are not used: nothing is pickled, the script comes from
-`batch_script`, and a job is identified by its run directory. Only submitit's submission path and Job handle are used.
+submitit's own script, pickles and signal handlers are not used: nothing is pickled, the script is the text
+of a `JobRequest`, and a job is identified by its run directory. Only submitit's submission path and Job handle are
+used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shlex
 import subprocess
 import time
 import uuid
@@ -25,6 +24,7 @@ from slurm_train.rundir.files import make_folder, write_durable
 from slurm_train.rundir.jobs import number_of
 from slurm_train.slurm.answers import Submitted, in_words, numbers_in, said, submitted_jobs
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
+from slurm_train.slurm.job_request import JobRequest
 from slurm_train.slurm.job_variables import TOKEN, exported
 from slurm_train.slurm.refusals import read_verdict
 
@@ -44,7 +44,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
 
     Args:
         folder: where submitit keeps its copy of what was submitted.
-        script: the script's text.
+        request: the job.
         env: environment of the future job; sbatch gets only the exported variables, since it passes on all it has.
         commands: Slurm, which is asked if the answer of sbatch cannot be read.
         flags: further flags of sbatch, which override the script's own.
@@ -55,7 +55,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         self,
         folder: Path,
         *,
-        script: str,
+        request: JobRequest,
         env: Mapping[str, str],
         commands: SlurmCommands,
         flags: Sequence[str] = (),
@@ -64,7 +64,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         super().__init__(folder)
         self.cluster = ""
         """The other cluster that has accepted the job, if sbatch names one, else ""."""
-        self._script = script
+        self._request = request
         self._commands = commands
         self._flags = list(flags)
         names = exported(env, export)
@@ -79,7 +79,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
             UnreadAnswer: it is not known whether sbatch accepted it.
         """
         file = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
-        write_durable(file, self._script)
+        write_durable(file, self._request.text())
         submitted = self._submitted(self._call_sbatch(file), file)
         self.cluster = submitted.cluster
         job = self.job_class(folder=self.folder, job_id=submitted.job_id, tasks=[0])
@@ -158,13 +158,9 @@ class ScriptExecutor(submitit.SlurmExecutor):
         return None, is_sure
 
     def _with_this_name(self) -> list[int]:
-        """Returns the numbers of this user's jobs with the job name of the script."""
-        directive = re.search(r"^#SBATCH --job-name=(.*)$", self._script, re.MULTILINE)
-        if directive is None:
-            return []
-        script_name = " ".join(shlex.split(directive[1]))
-        names = self._commands.own_names()
-        return [number_of(job_id) for job_id, job_name in names.items() if job_name == script_name]
+        """Returns the numbers of this user's jobs with the name of this one."""
+        names = self._commands.own_names() if self._request.name else {}
+        return [number_of(job_id) for job_id, name in names.items() if name == self._request.name]
 
 
 def _is_lost(finished: Finished) -> bool:
@@ -174,10 +170,10 @@ def _is_lost(finished: Finished) -> bool:
     return finished.return_code < 0 or (is_away(words) and was_connected)
 
 
-def submit_script(
-    script: str, *, folder: Path, env: Mapping[str, str], flags: Sequence[str] = (), export: Sequence[str] = ()
+def submit_request(
+    request: JobRequest, *, folder: Path, env: Mapping[str, str], flags: Sequence[str] = (), export: Sequence[str] = ()
 ) -> str:
-    """Submits a script and returns the job id; see `ScriptExecutor` for the arguments.
+    """Submits a job and returns its id; see `ScriptExecutor` for the arguments.
 
     Raises:
         ClusterError: sbatch refused it, or gave it to another cluster, where it was cancelled.
@@ -186,7 +182,7 @@ def submit_script(
     make_folder(folder, within=folder.parent.parent)
     commands = SlurmCommands(env)
     try:
-        executor = ScriptExecutor(folder, script=script, env=env, commands=commands, flags=flags, export=export)
+        executor = ScriptExecutor(folder, request=request, env=env, commands=commands, flags=flags, export=export)
     except RuntimeError as err:
         raise ClusterError(f"the job cannot be submitted: {err}", hint="type this on a login node") from err
     job = executor.submit_script()

@@ -43,6 +43,13 @@ from slurm_train.rundir.files import (
     write_record,
 )
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.job_request import JobRequest, record_of
+
+
+def write_request(script: Path, request: JobRequest, *, durable: bool = True) -> None:
+    """Writes a batch script, and what it asks for beside it."""
+    write_atomic(record_of(script), request.to_json(), durable=durable)
+    write_atomic(script, request.text(), durable=durable, mode=0o700)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,6 +96,8 @@ class RunDirectory:
     """Batch arithmetic, world, resources."""
     submit_script = Below("submit.sh")
     """The sbatch script as submitted; works by hand."""
+    request = Below("request.json")
+    """What the script asks for; see `slurm.job_request`."""
     code = Below("code")
     """Snapshot of the submitting directory's source."""
     code_index = Below("code.json")
@@ -363,7 +365,7 @@ def require_private(run: RunDirectory) -> None:
         RunError: naming the place, its owner and its mode.
     """
     folders = [*_code(run), run.compile_cache, run.epochs, run.logs, run.checkpoints]
-    entries = [run.path, *folders, run.config, run.plan, run.submit_script]
+    entries = [run.path, *folders, run.config, run.plan, run.submit_script, run.request]
     for path in filter(os.path.lexists, entries):
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) or status.st_uid not in trusted_owners() or others_may_write(status):

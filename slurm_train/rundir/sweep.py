@@ -5,7 +5,7 @@
     sweep.jsonl        one line per run: index, run, overrides, job ("12_3"); replaced as a whole, never half written
     sweep.json         the words, when
     code/<n>/          the code of the n-th submission, shared by its runs
-    arrays/<n>/        one job array: submit.sh, runs.txt (line i + 1 is element i), job.json, logs/
+    arrays/<n>/        one job array: submit.sh, request.json, runs.txt (line i + 1 is element i), job.json, logs/
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from slurm_train.errors import RunError
 from slurm_train.rundir.files import change_times, listed, read_json, read_lines, to_records, write_atomic
 from slurm_train.rundir.paths import Below, RunDirectory
 from slurm_train.rundir.places import all_places, place_of
+from slurm_train.slurm.job_request import JobRequest
 from slurm_train.trust import is_own_folder, owner_id, read_text, trusted_owners
 
 # In the root of the runs while sweeps are submitted: for each of them a file that is locked, with the runs that it has.
@@ -55,8 +56,10 @@ class ArrayDirectory:
     path: Path
     script = Below("submit.sh")
     """The sbatch script; works by hand."""
+    request = Below("request.json")
+    """What the script asks for."""
     runs = Below("runs.txt")
-    """One run directory per line, in the order of the elements; an element may have several (`pack_of`)."""
+    """One run directory per line, in the order of the elements; an element may have several."""
     job = Below("job.json")
     """The array's job id; missing while, or if, sbatch did not give one."""
     cluster = Below("cluster.txt")
@@ -167,19 +170,13 @@ def record_array(elements: Iterable[Element], array: ArrayDirectory, job_id: str
     return [replace(element, job=jobs.get(element.run, element.job)) for element in elements]
 
 
-def pack_of(array: ArrayDirectory) -> int:
-    """Returns how many runs share an element of an array."""
-    pack = re.search(r"^pack=([0-9]+)$", read_text(array.script), re.MULTILINE)
-    return 1 if pack is None else int(pack[1])
-
-
 def element_jobs(array: ArrayDirectory, job_id: str) -> dict[RunDirectory, str]:
     """Returns the job of each run of an array: "12_3", or "12" where its script is that of a plain job."""
     runs = read_runs(array)
-    pack = pack_of(array)
-    if len(runs) <= pack and "\n#SBATCH --array=" not in read_text(array.script):
+    request = JobRequest.read(array.script)
+    if len(runs) <= request.pack and "array" not in request.flags:
         return dict.fromkeys(runs, job_id)
-    return {run: f"{job_id}_{position // pack}" for position, run in enumerate(runs)}
+    return {run: f"{job_id}_{position // request.pack}" for position, run in enumerate(runs)}
 
 
 @contextlib.contextmanager

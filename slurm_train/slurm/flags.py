@@ -83,7 +83,7 @@ def check_flag_name(name: str) -> str:
 
 
 def check_flag_value(value: str) -> str:
-    """Returns the text for the right side of `#SBATCH --name=`, quoted where sbatch needs it.
+    """Returns the text for the right side of `--name=` in a directive, quoted where sbatch needs it.
 
     Pass the value itself, not this text, to a program that quotes by shlex on its own.
 
@@ -117,25 +117,6 @@ def flag_word(name: str, value: str | bool) -> str:
             hint=f"Slurm takes at most {_MAX_FLAG_BYTES} bytes of --{name}",
         )
     return f"{flag}={check_flag_value(text)}"
-
-
-_DIRECTIVE = re.compile(r"#SBATCH --(?P<name>[a-z0-9-]+)(?:=(?P<value>.*))?")
-
-
-def read_components(script: str) -> list[dict[str, str]]:
-    """Returns the flags of each component of a batch script's job, by long names; a plain job has one component.
-
-    Args:
-        script: as `flag_word` has written its directives, e.g. "#SBATCH --nodes=2".
-    """
-    components: list[dict[str, str]] = [{}]
-    for line in script.splitlines():
-        match = _DIRECTIVE.fullmatch(line)
-        if line == "#SBATCH hetjob":
-            components.append({})
-        elif match is not None:
-            components[-1][match["name"]] = " ".join(shlex.split(match["value"] or ""))
-    return components
 
 
 def check_env_name(name: str) -> str:

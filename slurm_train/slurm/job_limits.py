@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from slurm_train.config.words import minutes
 from slurm_train.errors import ConfigError
+from slurm_train.slurm.flags import Flags
 from slurm_train.slurm.policy import (
     LINEAGE_SINCE,
     Amounts,
@@ -100,8 +101,8 @@ class JobLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobRequest:
-    """What a batch script asks for, as far as limits count it."""
+class Demand:
+    """What a job asks for, as far as limits count it."""
 
     partitions: tuple[str, ...] = ()
     """Slurm starts the job in any of them; empty for the default."""
@@ -290,17 +291,18 @@ def _names(text: str) -> set[str]:
 # What a job asks for.
 
 
-def read_request(directives: Mapping[str, str]) -> JobRequest:
-    """Returns what a batch script asks for.
+def demand_of(flags: Flags) -> Demand:
+    """Returns what a job asks for.
 
     Args:
-        directives: its flags by their long names, e.g. {"nodes": "2", "gpus-per-node": "a100:4"}.
+        flags: of sbatch by their long names, e.g. {"nodes": "2", "gpus-per-node": "a100:4"}.
     """
+    directives = {name: str(value) for name, value in flags.items()}
     fewest, _, largest = directives.get("nodes", "1").partition("-")
     nodes = [int(fewest), int(largest or fewest)] if f"{fewest}{largest}".isdigit() else []
     least = _amounts(directives, nodes[0]) if nodes else {}
     most = _amounts(directives, nodes[1]) if nodes else {}
-    return JobRequest(
+    return Demand(
         partitions=tuple(name.strip() for name in directives.get("partition", "").split(",") if name.strip()),
         account=directives.get("account", ""),
         qos=directives.get("qos", ""),
@@ -353,42 +355,42 @@ def _minutes(text: str) -> int | None:
 # Whether it can start.
 
 
-def obstacles(facts: SiteFacts, request: JobRequest) -> list[Obstacle]:
+def obstacles(facts: SiteFacts, demand: Demand) -> list[Obstacle]:
     """Returns why a job would never start, one for each of its partitions; empty if it may start in one of them."""
     found = []
-    for limits in limits_in_partitions(facts, request):
-        obstacle = next(_obstacles_in(limits, request), None)
+    for limits in limits_in_partitions(facts, demand):
+        obstacle = next(_obstacles_in(limits, demand), None)
         if obstacle is None:
             return []
         found.append(obstacle)
     return found
 
 
-def partitions_that_are_down(facts: SiteFacts, request: JobRequest) -> dict[str, str]:
+def partitions_that_are_down(facts: SiteFacts, demand: Demand) -> dict[str, str]:
     """Returns the partitions of a job and their states if none of them starts jobs now; empty if one does."""
-    states = {limits.partition: limits.state for limits in limits_in_partitions(facts, request)}
+    states = {limits.partition: limits.state for limits in limits_in_partitions(facts, demand)}
     return {} if "UP" in states.values() else states
 
 
-def longest_limit_min(facts: SiteFacts, request: JobRequest) -> int | None:
+def longest_limit_min(facts: SiteFacts, demand: Demand) -> int | None:
     """Returns the time limit that a job gets, the longest that one of its partitions gives it; None if unlimited."""
-    if request.time_min is not None:
-        return request.time_min
+    if demand.time_min is not None:
+        return demand.time_min
     given = [
         limits.default_time_min or (limits.time_min.value if limits.time_min else None)
-        for limits in limits_in_partitions(facts, request)
+        for limits in limits_in_partitions(facts, demand)
     ]
     return None if None in given else max((limit for limit in given if limit is not None), default=None)
 
 
-def limits_in_partitions(facts: SiteFacts, request: JobRequest) -> list[JobLimits]:
+def limits_in_partitions(facts: SiteFacts, demand: Demand) -> list[JobLimits]:
     """Returns the limits in each of a job's partitions, by each of its QOS; Slurm leaves out what is no partition."""
     # A reservation may bring a partition of its own.
-    usual = [partition.name for partition in facts.partitions if partition.is_default and not request.reservation]
-    names = [name for name in request.partitions or usual if _record_of(facts, name)]
+    usual = [partition.name for partition in facts.partitions if partition.is_default and not demand.reservation]
+    names = [name for name in demand.partitions or usual if _record_of(facts, name)]
     # 24.11 and newer take several QOS: "short,long".
-    every_qos = [name.strip() for name in request.qos.split(",")]
-    return [limits_of(facts, name, qos=qos, account=request.account) for name in names for qos in every_qos]
+    every_qos = [name.strip() for name in demand.qos.split(",")]
+    return [limits_of(facts, name, qos=qos, account=demand.account) for name in names for qos in every_qos]
 
 
 def _record_of(facts: SiteFacts, name: str) -> Mapping[str, str]:
@@ -405,18 +407,18 @@ def _record_of(facts: SiteFacts, name: str) -> Mapping[str, str]:
     }
 
 
-def _obstacles_in(limits: JobLimits, request: JobRequest) -> Iterator[Obstacle]:
+def _obstacles_in(limits: JobLimits, demand: Demand) -> Iterator[Obstacle]:
     if limits.barred:
         yield Obstacle(limits.barred, "name another cluster.qos, cluster.account or cluster.partition")
-    yield from _time_obstacle(limits, request)
+    yield from _time_obstacle(limits, demand)
     for name, found in limits.most.items():
         for limit in found:
-            asked = (request.most if limit.is_of_largest else request.least).get(name)
+            asked = (demand.most if limit.is_of_largest else demand.least).get(name)
             if asked is not None and asked > limit.value:
                 yield _too_many(name, asked, limit)
     for name, found in limits.least.items():
         for limit in found:
-            asked = request.most.get(name)
+            asked = demand.most.get(name)
             if asked is not None and asked < limit.value:
                 resource = _RESOURCES.get(name, name)
                 what = f"{asked} {resource} are fewer than {limit.owner} wants of a job ({limit.value})"
@@ -426,13 +428,13 @@ def _obstacles_in(limits: JobLimits, request: JobRequest) -> Iterator[Obstacle]:
                 yield Obstacle(what, todo)
 
 
-def _time_obstacle(limits: JobLimits, request: JobRequest) -> Iterator[Obstacle]:
+def _time_obstacle(limits: JobLimits, demand: Demand) -> Iterator[Obstacle]:
     limit = limits.time_min
-    asked_min = request.time_min if request.time_min is not None else limits.default_time_min
-    if limit is None or asked_min is None or asked_min <= limit.value or request.has_shorter_time:
+    asked_min = demand.time_min if demand.time_min is not None else limits.default_time_min
+    if limit is None or asked_min is None or asked_min <= limit.value or demand.has_shorter_time:
         return
     what = f"cluster.time_limit_min={asked_min} is more than {limit.owner} allows ({limit.value})"
-    if request.time_min is None:
+    if demand.time_min is None:
         what = (
             f"a job that names no time limit gets {asked_min} min in partition {limits.partition}, more than "
             f"{limit.owner} allows ({limit.value})"

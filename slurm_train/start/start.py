@@ -32,17 +32,17 @@ from slurm_train.request.acceptance import (
     require_slurm,
     step_verdict,
 )
-from slurm_train.request.batch_script import render_script, renewed_warning
+from slurm_train.request.batch_script import job_request, renewed_warning
 from slurm_train.request.rank_command import RankCommand
 from slurm_train.rundir.jobs import clear_dead, jobs_elsewhere, named, read_job, record_job
 from slurm_train.rundir.lookup import find_run, find_sweep, remember_root, root_of
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.rundir.sweep import read_table
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.job_request import JobRequest
 from slurm_train.start.drift import check_drift
 from slurm_train.start.write import write_run
 from slurm_train.status.activity import find_active, holder_lives, submitting, writing
-from slurm_train.trust import read_text
 
 
 class Start:
@@ -149,12 +149,15 @@ class Start:
         dependency = self.dependency(config, run.path.parent.parent)
         require_slurm(self.commands, self.env)
         with submitting(run, self.commands):
-            script = self._write(plan, source)
+            request = self._write(plan, source)
+            assert request is not None
             flags = [f"--dependency={dependency}"] if dependency else []
-            return self.submit_written(run, config, script, flags=flags)
+            return self.submit_written(run, config, request, flags=flags)
 
-    def write(self, plan: RunPlan, source: Source | RunDirectory | None, *, inside: str | None = None) -> str:
-        """Writes all files for a run's ranks, and returns its script ("" without a cluster).
+    def write(
+        self, plan: RunPlan, source: Source | RunDirectory | None, *, inside: str | None = None
+    ) -> JobRequest | None:
+        """Writes all files for a run's ranks, and returns what its job asks for; None without a cluster.
 
         Args:
             plan: the run.
@@ -166,18 +169,20 @@ class Start:
             RunError: the run is active already, or it would not be the same training.
         """
         with submitting(plan.run, self.commands, inside=inside):
-            script = self._write(plan, source, inside=inside)
+            request = self._write(plan, source, inside=inside)
         self.write_provenance(plan.run.provenance, source, plan.config)
-        return script
+        return request
 
-    def _write(self, plan: RunPlan, source: Source | RunDirectory | None, *, inside: str | None = None) -> str:
+    def _write(
+        self, plan: RunPlan, source: Source | RunDirectory | None, *, inside: str | None = None
+    ) -> JobRequest | None:
         """Compares, asks Slurm and writes; the caller holds the run as its submitter."""
         run = plan.run
         is_submitted = plan.config.cluster is not None
         require_lasting_python(plan.config)
         self.say_variables(plan.config, Path(plan.directory) if isinstance(source, Source) else (source or run).code)
         ranks = RankCommand(plan.config, run, plan.directory)
-        script = render_script(plan) if is_submitted else ""
+        request = job_request(plan) if is_submitted else None
         # This refuses an impossible container before anything is written.
         ranks.words(python="python")
         if isinstance(source, Source) and "code" not in self.accept and list_checkpoints(run.checkpoints):
@@ -190,7 +195,7 @@ class Start:
         if inside is not None:
             require_room(plan, self.commands.show_job(inside))
         elif is_submitted:
-            fitting, script, remarks = acceptable_plan(plan, self.commands)
+            fitting, request, remarks = acceptable_plan(plan, self.commands)
             if fitting is not plan:
                 self.say(f"  CPUs          {fitting.cpus.reason}")
             self.say_remarks(remarks)
@@ -198,10 +203,10 @@ class Start:
             self._say_refused_here(plan)
         ranks.make_mount_points()
         with writing(run, self.commands, inside=inside):
-            renamed = write_run(plan, source, script=script or None, change=change)
+            renamed = write_run(plan, source, request=request, change=change)
         self.say_renamed(run, renamed)
         remember_root(run.path.parent.parent, self.env)
-        return script
+        return request
 
     def _say_refused_here(self, plan: RunPlan) -> None:
         """Prints what the srun of this machine says of flags for plug-ins that the nodes may have."""
@@ -240,31 +245,31 @@ class Start:
         with submitting(run, self.commands):
             if not run.submit_script.is_file():
                 raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
-            script = read_text(run.submit_script)
+            request = JobRequest.read(run.submit_script)
             config = load_config(run.config)
             self.say_variables(config, run.code)
-            self.say_remarks(require_acceptable(script, self.commands))
+            self.say_remarks(require_acceptable(request, self.commands))
             _, remarks = take_shell_choices(config, None, self.env)
             for remark in remarks:
                 self.say(f"  {remark}")
             run.stop_file.unlink(missing_ok=True)
-            return self.submit_written(run, config, script, flags=renewed_warning(config, run))
+            return self.submit_written(run, config, request, flags=renewed_warning(config, run))
 
     def submit_written(
         self,
         run: RunDirectory,
         config: RunConfig,
-        script: str,
+        request: JobRequest,
         *,
         flags: Sequence[str] = (),
         excludes_bad_nodes: bool = True,
     ) -> str:
-        """Submits a run's script, records the job and returns its id.
+        """Submits a run's job, records it and returns its id.
 
         Args:
             run: the run, which is on disk; the caller holds it as its submitter.
             config: says which variables the job gets.
-            script: the script.
+            request: the job.
             flags: further flags of sbatch.
             excludes_bad_nodes: leave out nodes that were found bad recently.
 
@@ -272,17 +277,17 @@ class Start:
             ClusterError: sbatch refused it.
         """
         # Imported late: a run that is trained on this machine needs no submitit.
-        from slurm_train.request.submission import submit_script
+        from slurm_train.request.submission import submit_request
 
         if excludes_bad_nodes:
-            flags = [*flags, *self.exclude_flags(script, run)]
-        flags = [*flags, *expedite_flags(script, config, self.commands)]
+            flags = [*flags, *self.exclude_flags(request, run)]
+        flags = [*flags, *expedite_flags(request, config, self.commands)]
         self.clear_dead_lock(run)
         previous = read_job(run)
         # Before the job is in the queue: what it says is recorded with the job.
         cluster = self.commands.cluster
         export = config.cluster.export if config.cluster is not None else ()
-        job_id = submit_script(script, folder=run.submitted, env=self.env, flags=flags, export=export)
+        job_id = submit_request(request, folder=run.submitted, env=self.env, flags=flags, export=export)
         record_job(run, job_id, cluster=cluster)
         if previous is not None and previous.job_id not in jobs_elsewhere(previous, None, cluster=cluster):
             with contextlib.suppress(ClusterError):
@@ -293,9 +298,9 @@ class Start:
         """Removes the lock of a run if its holder is dead; a node could not check a process of this machine."""
         clear_dead(run.lock, is_alive=lambda holder: holder_lives(holder, self.commands))
 
-    def exclude_flags(self, script: str, run: RunDirectory) -> list[str]:
+    def exclude_flags(self, request: JobRequest, run: RunDirectory) -> list[str]:
         """Returns flags of sbatch or salloc that leave out nodes which were found bad recently; prints these nodes."""
-        flags, text = exclude_flags(script, run, self.env)
+        flags, text = exclude_flags(request, run, self.env)
         if text:
             self.say(f"  {text}")
         return flags

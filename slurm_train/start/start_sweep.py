@@ -19,20 +19,20 @@ from slurm_train.errors import RunError
 from slurm_train.plan.plan import RunPlan, SweepPlan, replan_run
 from slurm_train.request.acceptance import require_slurm, slurm_verdict, without_chosen_cpus
 from slurm_train.request.arrays import ArrayPlan, find_lost_arrays, plan_arrays, submit_arrays
-from slurm_train.request.batch_script import render_script
+from slurm_train.request.batch_script import job_request
 from slurm_train.rundir.files import for_each, read_json
 from slurm_train.rundir.jobs import named
 from slurm_train.rundir.lookup import remember_root
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.rundir.sweep import Element, SweepDirectory, choosing_runs, read_table, submitting
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.job_request import JobRequest
 from slurm_train.start.drift import check_drift
 from slurm_train.start.start import Start
 from slurm_train.start.write import link_code, put_on_record, write_run, write_shared_code, write_table_of
 from slurm_train.status.activity import are_being_submitted, find_active, writing
 from slurm_train.status.run_status import RunState, read_statuses
 from slurm_train.status.selection import filter_where, summary
-from slurm_train.trust import read_text
 
 # Another sweep of thousands of runs may be under way, with an sbatch that is slow.
 _WAIT_S = 120.0
@@ -46,8 +46,8 @@ class PreparedSweep:
     sweep: SweepDirectory
     elements: Sequence[Element]
     """The runs that are to be started."""
-    scripts: Sequence[tuple[RunDirectory, str]]
-    """The same runs with their batch scripts; empty without a cluster."""
+    requests: Sequence[tuple[RunDirectory, JobRequest]]
+    """The same runs with their requests; empty without a cluster."""
     arrays: Sequence[ArrayPlan]
     config: RunConfig
     """The configuration of one of the runs."""
@@ -67,10 +67,10 @@ class PreparedSweep:
         if any(array.is_alone for array in self.arrays):
             unit = "run" if self.config.sweep.pack == 1 else "pack of runs"
             self.start.say(f"this site takes no job arrays: each {unit} is a job of its own")
-        if self.scripts:
-            run, script = self.scripts[0]
+        if self.requests:
+            run, request = self.requests[0]
             # Printed once; the submission of each array leaves out the bad nodes itself.
-            self.start.exclude_flags(script, run)
+            self.start.exclude_flags(request, run)
         yield from submit_arrays(self.sweep, self.arrays, env=self.start.env, depends=self.dependency)
 
     def open(self) -> None:
@@ -102,11 +102,11 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
     commands = start.commands
     dependency = start.dependency(plan.plans[0].config, sweep.root)
     start.say_variables(plan.plans[0].config, Path(plan.plans[0].directory))
-    scripts: dict[RunDirectory, str] = {}
+    requests: dict[RunDirectory, JobRequest] = {}
     if plan.uses_cluster:
         require_slurm(commands, start.env)
         plan = _with_possible_cpus(start, plan)
-        scripts = {run_plan.run: render_script(run_plan) for run_plan in plan.plans}
+        requests = {run_plan.run: job_request(run_plan) for run_plan in plan.plans}
     with contextlib.ExitStack() as stack:
         if plan.uses_cluster:
             runs = [run_plan.run for run_plan in plan.plans]
@@ -118,7 +118,7 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
             if plan.uses_cluster:
                 find_lost_arrays(sweep, commands)
         missing = _missing_runs(start, plan)
-        todo = [(run, script) for run, script in scripts.items() if run in missing]
+        todo = [(run, request) for run, request in requests.items() if run in missing]
         limits = plan.plans[0].config.sweep
         arrays = plan_arrays(sweep, todo, commands, limits=limits, example=plan.plans[0])
         if is_new:
@@ -130,12 +130,12 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
                 )
         planned = write_table_of(plan, words=start.words)
         code = write_shared_code(sweep, source) if missing else None
-        _write_runs(start, [run_plan for run_plan in plan.plans if run_plan.run in missing], scripts, code)
+        _write_runs(start, [run_plan for run_plan in plan.plans if run_plan.run in missing], requests, code)
         prepared = PreparedSweep(
             start=start,
             sweep=sweep,
             elements=[element for element in planned if element.run in missing],
-            scripts=todo,
+            requests=todo,
             arrays=arrays,
             config=plan.plans[0].config,
             code=code,
@@ -150,9 +150,9 @@ def _with_possible_cpus(start: Start, plan: SweepPlan) -> SweepPlan:
     """Returns a sweep whose first run Slurm accepts: without the automatic CPUs, if Slurm refuses only those."""
     first_plan = plan.plans[0]
     plans_without_cpus = [without_chosen_cpus(run_plan) or run_plan for run_plan in plan.plans]
-    if plans_without_cpus[0] is first_plan or slurm_verdict(render_script(first_plan), start.commands).is_accepted:
+    if plans_without_cpus[0] is first_plan or slurm_verdict(job_request(first_plan).text(), start.commands).is_accepted:
         return plan
-    if not slurm_verdict(render_script(plans_without_cpus[0]), start.commands).is_accepted:
+    if not slurm_verdict(job_request(plans_without_cpus[0]).text(), start.commands).is_accepted:
         return plan
     start.say(f"  CPUs          {plans_without_cpus[0].cpus.reason}")
     return replace(plan, plans=tuple(plans_without_cpus))
@@ -179,14 +179,16 @@ def _missing_runs(start: Start, plan: SweepPlan) -> set[RunDirectory]:
     return missing
 
 
-def _write_runs(start: Start, plans: Sequence[RunPlan], scripts: Mapping[RunDirectory, str], code: Path | None) -> None:
+def _write_runs(
+    start: Start, plans: Sequence[RunPlan], requests: Mapping[RunDirectory, JobRequest], code: Path | None
+) -> None:
     def write(plan: RunPlan) -> None:
         # A run without a directory cannot be active, so no lock is needed; there may be thousands of runs.
         lock = writing(plan.run, start.commands) if plan.run.config.exists() else contextlib.nullcontext()
         with lock:
             # A run with checkpoints continues with its own code; `resume --accept code` replaces it.
             is_trained = plan.run.code.exists() and bool(list_checkpoints(plan.run.checkpoints))
-            renamed = write_run(plan, None if is_trained else code, script=scripts.get(plan.run))
+            renamed = write_run(plan, None if is_trained else code, request=requests.get(plan.run))
         start.say_renamed(plan.run, renamed)
 
     for_each(write, plans)
@@ -236,15 +238,15 @@ def prepare_resumed_sweep(
             source = read_source(todo[0].run, config, code_from, env=start.env)
             for line in source_notes(source):
                 start.say(line)
-        scripts: list[tuple[RunDirectory, str]] = []
+        requests: list[tuple[RunDirectory, JobRequest]] = []
         if config.cluster is not None:
             require_slurm(commands, start.env)
-            scripts = [(run, read_text(run.submit_script)) for run in runs]
-            gone = gone_python(config, scripts[0][1])
+            requests = [(run, JobRequest.read(run.submit_script)) for run in runs]
+            gone = gone_python(config, requests[0][1].python)
             if gone:
                 hint = "type the words of the sweep again: what is missing goes on with the Python of that command"
                 raise RunError(f"the Python of sweep {sweep.sweep_id} is gone: {gone}", hint=hint)
-        arrays = plan_arrays(sweep, scripts, commands, limits=config.sweep)
+        arrays = plan_arrays(sweep, requests, commands, limits=config.sweep)
         code = None
         if source is not None:
             code = _replace_code(start, sweep, runs, source)
@@ -254,7 +256,7 @@ def prepare_resumed_sweep(
             start=start,
             sweep=sweep,
             elements=todo,
-            scripts=scripts,
+            requests=requests,
             arrays=arrays,
             config=config,
             code=code,

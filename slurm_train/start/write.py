@@ -31,11 +31,12 @@ from slurm_train.rundir.files import (
     share_folder,
     write_atomic,
 )
-from slurm_train.rundir.jobs import read_job
+from slurm_train.rundir.jobs import read_job, write_request
 from slurm_train.rundir.lookup import require_writable_folder
 from slurm_train.rundir.paths import RunDirectory, require_private, root_of_place
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, write_table
 from slurm_train.rundir.trial import require_calls
+from slurm_train.slurm.job_request import JobRequest
 
 
 def require_writable(run: RunDirectory, *, share: str = "private", is_sweep: bool = False) -> None:
@@ -86,7 +87,7 @@ def write_run(
     plan: RunPlan,
     code: Source | RunDirectory | Path | None,
     *,
-    script: str | None,
+    request: JobRequest | None,
     change: AcceptedChange | None = None,
 ) -> list[str]:
     """Writes all files that the job reads.
@@ -94,7 +95,7 @@ def write_run(
     Args:
         plan: the run.
         code: the code to copy, or a snapshot of a sweep or of another run to share; None: the existing snapshot.
-        script: text of submit.sh, None for a local run.
+        request: what its job asks for, None for a local run.
         change: an accepted change in the middle of the run; it is recorded first, and the replaced files are kept.
 
     Returns:
@@ -123,8 +124,8 @@ def write_run(
     durable = change is not None
     write_atomic(run.config, dump_config(plan.config), durable=durable)
     write_atomic(run.plan, json.dumps(plan.as_json(), indent=2) + "\n", durable=durable)
-    if script is not None:
-        write_atomic(run.submit_script, script, durable=durable, mode=0o700)
+    if request is not None:
+        write_request(run.submit_script, request, durable=durable)
     run.stop_file.unlink(missing_ok=True)
     return set_aside
 
@@ -133,7 +134,7 @@ def put_on_record(run: RunDirectory, change: AcceptedChange) -> None:
     """Keeps the files that an accepted change will replace, and records the change; durable when this returns."""
     folder = run.before_change(change.number)
     make_folder(folder, within=run.path)
-    for path in (run.config, run.plan, run.provenance, run.code_index, run.submit_script):
+    for path in (run.config, run.plan, run.provenance, run.code_index, run.submit_script, run.request):
         if path.exists():
             shutil.copy2(path, folder / path.name)
             fsync_file(folder / path.name)

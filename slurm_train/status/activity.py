@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
-import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -44,8 +42,8 @@ from slurm_train.rundir.pins import lease_path, list_pins, read_leases
 from slurm_train.rundir.scores import follower_of
 from slurm_train.rundir.sweep import ArrayDirectory, element_jobs, wait_for_sweeps
 from slurm_train.slurm.commands import SlurmCommands, is_job_id
+from slurm_train.slurm.job_request import JobRequest
 from slurm_train.slurm.records import JobState
-from slurm_train.trust import read_text
 
 SUBMITTER_WAIT_S = 30.0
 """How long a command waits for another one that submits the same run, by itself or with a sweep."""
@@ -223,8 +221,8 @@ def jobs_by_name(
     unread = {run: script for run, script in submissions.items() if script is not None}
     names = commands.own_names() if unread else {}
     jobs: dict[RunDirectory, list[str]] = {}
-    for run, script in unread.items():
-        wanted = _name_in(script)
+    for run in unread:
+        wanted = JobRequest.read(run.submit_script).name
         for job_id, name in names.items():
             is_elsewhere = run.run_id in Path(scripts.get(job_id, "")).parts
             if name == wanted and is_job_id(job_id) and not is_elsewhere:
@@ -242,11 +240,6 @@ def unread_submission(run: RunDirectory) -> Path | None:
     if newest is None or (record is not None and record.submit_time_unix_s >= times[newest]):
         return None
     return newest
-
-
-def _name_in(script: Path) -> str:
-    line = re.search(r"^#SBATCH --job-name=(.*)$", read_text(script, errors="replace"), re.MULTILINE)
-    return " ".join(shlex.split(line[1])) if line is not None else ""
 
 
 def newest_job(commands: SlurmCommands) -> int | None:

@@ -18,8 +18,8 @@ from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import cluster_of, compact_nodelist
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.job_request import JobRequest
 from slurm_train.slurm.records import Phase, nodes_in
-from slurm_train.trust import read_text
 
 CONTINUES = "TRAIN_CONTINUES_JOB"
 """Variable of such a job that names the job it continues; it is set before anybody has recorded the new job."""
@@ -31,7 +31,7 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str
     Raises:
         ClusterError: sbatch refused it, or there is no script.
     """
-    from slurm_train.request.submission import submit_script
+    from slurm_train.request.submission import submit_request
 
     if not run.submit_script.is_file():
         raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
@@ -43,9 +43,9 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str
     flags += renewed_warning(config, run)
     # Which variables this job has was chosen when it was submitted; all of them are passed on.
     env = {**env, CONTINUES: job_id}
-    script = read_text(run.submit_script)
-    flags += expedite_flags(script, config, SlurmCommands(env))
-    new_id = submit_script(script, folder=run.submitted, env=env, flags=flags, export=tuple(env))
+    request = JobRequest.read(run.submit_script)
+    flags += expedite_flags(request, config, SlurmCommands(env))
+    new_id = submit_request(request, folder=run.submitted, env=env, flags=flags, export=tuple(env))
     record_job(run, new_id, cluster=cluster_of(env), continues=job_id)
     # Slurm will count this job as failed, so jobs that wait for its success would wait for ever.
     with contextlib.suppress(ClusterError):

@@ -15,8 +15,9 @@ from slurm_train.config.schema import ClusterSection, all_keys, build_config
 from slurm_train.config.site_profile import with_site
 from slurm_train.config.site_schema import SIZE, SiteFile, SitePartition, SiteQos
 from slurm_train.errors import ConfigError
-from slurm_train.slurm.flags import Flags, flag_word, resource_flags
+from slurm_train.slurm.flags import Flags, resource_flags
 from slurm_train.slurm.job_limits import limits_of
+from slurm_train.slurm.job_request import directives
 from slurm_train.slurm.policy import Association, NodeGroup, Partition, Preemption, duration_s, return_in_words
 from slurm_train.slurm.refusals import Refusal, TestVerdict
 from slurm_train.slurm.site import (
@@ -344,7 +345,7 @@ def trial_script(site: SiteFile, partition: str, changes: Mapping[str, Any] | No
     flags = resource_flags(build_config(ClusterSection, given), per_node=per_node, cpus_per_task=cpus)
     returns: Flags = {} if site.refuses_requeue else {"requeue": True}
     flags = {"nodes": str(nodes), "ntasks-per-node": str(per_node), **flags, **returns}
-    return "\n".join(["#!/bin/sh", *(f"#SBATCH {flag_word(*flag)}" for flag in flags.items()), "true", ""])
+    return f"#!/bin/sh\n{directives([flags])}\ntrue\n"
 
 
 def try_site(site: SiteFile, partitions: Mapping[str, Partition], ask: Ask) -> tuple[SiteFile, list[str]]:

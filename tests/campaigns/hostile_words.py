@@ -26,10 +26,9 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.config.words import SLURM_LISTS, read_words
 from slurm_train.errors import SlurmTrainError
 from slurm_train.plan.plan import RunPlan, plan_run
-from slurm_train.request.batch_script import render_script
 from slurm_train.slurm.commands import SlurmCommands
 from tests.campaigns.record import Tally
-from tests.support.plans import make_plan
+from tests.support.plans import make_plan, render_script
 
 _PIECES = (
     *("\n", "\r", "\0", "\t", "\x1b", "\x7f", "\x85", "\u2028", "\u00a0", "\u200b", "\ufeff", "\udc80", " ", "  "),

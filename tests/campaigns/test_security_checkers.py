@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from slurm_train.plan.plan import RunPlan
-from slurm_train.request.batch_script import render_script
 from tests.campaigns import hostile_words, secrets
 from tests.campaigns.hostile_words import Bench, Case, Found
+from tests.support.plans import render_script
 
 pytestmark = pytest.mark.full
 

@@ -131,13 +131,13 @@ def test_the_program_that_enters_a_container_is_named(tmp_path: Path, monkeypatc
     assert notes(tmp_path, python=str(wrapper)) == []
 
 
-def test_the_python_of_a_script_that_is_not_there_any_more(tmp_path: Path) -> None:
-    script = f"cd /\nexec '{tmp_path}/my env/bin/python' -m slurm_train supervise /runs/a/b -- \\\n  srun\n"
-    assert gone_python(config_of(), script) == f"{tmp_path}/my env/bin/python"
-    assert gone_python(config_of(python=f"{tmp_path}/my env/bin/python"), script) == "", "the nodes may have it"
+def test_the_python_of_a_job_that_is_not_there_any_more(tmp_path: Path) -> None:
+    python = f"{tmp_path}/my env/bin/python"
+    assert gone_python(config_of(), python) == python
+    assert gone_python(config_of(python=python), python) == "", "the nodes may have it"
     (tmp_path / "my env" / "bin").mkdir(parents=True)
     (tmp_path / "my env" / "bin" / "python").touch()
-    assert gone_python(config_of(), script) == gone_python(config_of(), "# by hand\n") == ""
+    assert gone_python(config_of(), python) == gone_python(config_of(), "") == ""
 
 
 def test_what_environments_and_modules_set_travels() -> None:

@@ -13,11 +13,11 @@ from slurm_train.errors import ClusterError
 from slurm_train.plan.cpu_share import LEFT_TO_SLURM, CpuShare, NodeShares
 from slurm_train.plan.plan import RunPlan, plan_run
 from slurm_train.request.acceptance import acceptable_plan, without_chosen_cpus
-from slurm_train.request.batch_script import render_script, sbatch_components
+from slurm_train.request.batch_script import sbatch_components
 from slurm_train.slurm.policy import Partition, parse_sinfo
 from slurm_train.slurm.refusals import TestVerdict
 from tests.fakes.slurm_commands import FakeSlurmCommands
-from tests.support.plans import composed
+from tests.support.plans import composed, render_script
 
 
 def partitions(*lines: str) -> list[Partition]:
@@ -204,8 +204,8 @@ def test_cpus_that_slurm_refuses_are_left_out() -> None:
         return refused if "--cpus-per-task" in scripts[-1] else TestVerdict(is_accepted=True)
 
     commands.test_only = verdict_on  # type: ignore[method-assign]
-    plan, script, _ = acceptable_plan(plan_of(commands), commands)  # type: ignore[arg-type]
-    assert "--cpus-per-task" not in script and script == scripts[-1]
+    plan, request, _ = acceptable_plan(plan_of(commands), commands)  # type: ignore[arg-type]
+    assert "--cpus-per-task" not in request.text() and request.text() == scripts[-1]
     assert plan.cpus == CpuShare(None, "as Slurm gives them: it refuses 14 per rank")
     with pytest.raises(ClusterError, match="Requested node configuration"):
         acceptable_plan(plan_of(commands, cpus_per_gpu=14), commands)  # type: ignore[arg-type]

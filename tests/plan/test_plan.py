@@ -13,9 +13,8 @@ from slurm_train.config.frozen import config_hash
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.plan.plan import RunPlan, SweepPlan, check_path, plan_sweep
 from slurm_train.plan.preview import plan_rows
-from slurm_train.request.batch_script import render_script
 from slurm_train.rundir.lookup import run_of_hash
-from tests.support.plans import DEFAULTS, composed, make_plan
+from tests.support.plans import DEFAULTS, composed, make_plan, render_script
 from tests.support.refusals import refusal
 
 CLUSTER = {"nodes": 4, "gpus_per_node": 8}

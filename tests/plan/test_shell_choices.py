@@ -14,8 +14,7 @@ from slurm_train.config.schema import ClusterSection, RunConfig, build_config, t
 from slurm_train.errors import ConfigError
 from slurm_train.plan.plan import plan_run
 from slurm_train.plan.shell_choices import take_shell_choices
-from slurm_train.request.batch_script import render_script
-from tests.support.plans import composed
+from tests.support.plans import composed, render_script
 from tests.support.refusals import refusal
 
 OPEN = tuple(to_mapping(ClusterSection()))

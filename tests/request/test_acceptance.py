@@ -21,6 +21,7 @@ from slurm_train.request.acceptance import (
 from slurm_train.rundir.events import add_bad_nodes, forgive_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.job_request import JobRequest
 from slurm_train.slurm.refusals import Refusal, TestVerdict
 from slurm_train.slurm.site import site_of
 from tests.fakes.slurm_commands import FakeSlurmCommands
@@ -28,12 +29,12 @@ from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.plans import make_plan
 from tests.support.refusals import refusal
 
-SCRIPT = "#!/bin/bash\n"
+REQUEST = JobRequest.of_script("#!/bin/bash\n")
 
 
-def script(*directives: str) -> str:
+def request(*directives: str) -> JobRequest:
     lines = (f"#SBATCH --{directive}\n" for directive in ("nodes=2", "ntasks=4", *directives))
-    return f"#!/bin/bash\n{''.join(lines)}\nsrun --nodes=2 true\n"
+    return JobRequest.of_script(f"#!/bin/bash\n{''.join(lines)}\nsrun --nodes=2 true\n")
 
 
 def refused(refusal: Refusal) -> TestVerdict:
@@ -61,7 +62,7 @@ def test_a_refusal_is_explained_by_what_there_is(why: Refusal, cluster: dict[str
     commands: Any = FakeSlurmCommands()
     commands.verdict = refused(why)
     plan = make_plan(cluster=cluster, batch={})
-    error = refusal(ClusterError, require_acceptable, SCRIPT, commands, plan)
+    error = refusal(ClusterError, require_acceptable, REQUEST, commands, plan)
     assert error.message == "Slurm would not take this job: Slurm's own words"
     assert error.hint.startswith(hint)
 
@@ -69,9 +70,9 @@ def test_a_refusal_is_explained_by_what_there_is(why: Refusal, cluster: dict[str
 def test_a_limit_that_slurm_would_take_and_never_start_is_refused() -> None:
     commands: Any = FakeSlurmCommands()
     for directives in ((), ("time=1440",), ("partition=other", "time=1441")):
-        assert require_acceptable(script(*directives), commands) == ()
+        assert require_acceptable(request(*directives), commands) == ()
     assert not commands.tested[0].exists(), "the script that Slurm reads is gone afterwards"
-    error = refusal(ClusterError, require_acceptable, script("time=1441"), commands)
+    error = refusal(ClusterError, require_acceptable, request("time=1441"), commands)
     assert "cluster.time_limit_min=1441 is more than partition main allows (1440)" in error.message
     assert "set cluster.time_limit_min=1440 or less" in error.hint
 
@@ -91,7 +92,7 @@ def test_a_refusal_is_explained_by_the_limit_that_the_job_breaks(
     commands.listed_partitions.append(replace(commands.listed_partitions[0], name="big", is_default=False))
     commands.records["big"] = {"MinNodes": "2"}
     commands.verdict = refused(why)
-    assert refusal(ClusterError, require_acceptable, script(*directives), commands).hint.startswith(hint)
+    assert refusal(ClusterError, require_acceptable, request(*directives), commands).hint.startswith(hint)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +111,13 @@ def test_a_refusal_is_explained_by_the_limit_that_the_job_breaks(
 def test_flags_that_srun_does_not_read_are_refused_unless_a_plug_in_may_know_them(words: str, is_certain: bool) -> None:
     commands: Any = FakeSlurmCommands()
     commands.words_of_srun = words
-    require_acceptable(SCRIPT, commands, make_plan(cluster={}))
+    require_acceptable(REQUEST, commands, make_plan(cluster={}))
     plan = make_plan(cluster={"srun": {"mpi": "pmix"}})
     if is_certain:
-        assert words in refusal(ClusterError, require_acceptable, SCRIPT, commands, plan).message
+        assert words in refusal(ClusterError, require_acceptable, REQUEST, commands, plan).message
         assert step_verdict(plan, commands)[1] == ""
     else:
-        require_acceptable(SCRIPT, commands, plan)
+        require_acceptable(REQUEST, commands, plan)
         assert step_verdict(plan, commands) == ("", words)
 
 
@@ -137,7 +138,7 @@ def test_of_several_partitions_the_largest_limit_counts(
     commands: Any = FakeSlurmCommands()
     (main,) = commands.listed_partitions
     commands.listed_partitions = [replace(main, name=name, max_time_min=limit) for name, limit in limits.items()]
-    outlook = outlook_of(script(f"partition='{partition}'", f"time={asked}"), commands)
+    outlook = outlook_of(request(f"partition='{partition}'", f"time={asked}"), commands)
     assert (outlook.obstacle is None) == (named is None)
     assert outlook.obstacle is None or f"set cluster.time_limit_min={named} or less" in outlook.obstacle.todo
 
@@ -145,9 +146,9 @@ def test_of_several_partitions_the_largest_limit_counts(
 def test_what_delays_or_ends_a_job_is_a_remark() -> None:
     commands: Any = FakeSlurmCommands()
     commands.listed_partitions.append(replace(commands.listed_partitions[0], name="off", state="down"))
-    down = outlook_of(script("partition=off"), commands)
+    down = outlook_of(request("partition=off"), commands)
     assert down.waits_for_partition and "partition off is DOWN" in down.remarks[0]
-    assert outlook_of(script("partition=off,main"), commands).remarks == ()
+    assert outlook_of(request("partition=off,main"), commands).remarks == ()
     now_s = int(time.time())
     commands.reservations = [
         {"ReservationName": "mine", "StartTime": str(now_s - 60), "EndTime": str(now_s + 3600), "Flags": ""},
@@ -155,25 +156,25 @@ def test_what_delays_or_ends_a_job_is_a_remark() -> None:
     ]
     site_of.cache_clear()
     for limit_min, has_remark in ((50, False), (90, True)):
-        remarks = outlook_of(script("reservation=mine", f"time={limit_min}"), commands).remarks
+        remarks = outlook_of(request("reservation=mine", f"time={limit_min}"), commands).remarks
         assert ["jobs of reservation mine" in remark for remark in remarks] == [True] * has_remark
     commands.reservations[0]["Flags"] = "FLEX,SPEC_NODES"
-    assert outlook_of(script("reservation=mine", "time=90"), commands).remarks == (), "its jobs go on after its end"
+    assert outlook_of(request("reservation=mine", "time=90"), commands).remarks == (), "its jobs go on after its end"
     for start_s, has_remark in ((now_s + 600, False), (now_s + 7200, True)):
         # A job that finds other nodes before is not told of it.
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(start_s))
         for wanted in ("begin=now+1hour", "reservation=m"):
-            assert "before it" not in "".join(outlook_of(script(wanted, "time=9"), commands, start=start).remarks)
-        remarks = outlook_of(script("time=90"), commands, start=start).remarks
+            assert "before it" not in "".join(outlook_of(request(wanted, "time=9"), commands, start=start).remarks)
+        remarks = outlook_of(request("time=90"), commands, start=start).remarks
         assert ["a job of at most 59 min may end before it" in remark for remark in remarks] == [True] * has_remark
 
 
 def test_limits_that_slurm_hides_are_unknown_where_they_hold(tmp_path: Path) -> None:
     programs = SlurmPrograms(tmp_path / "bin")
     commands = SlurmCommands({"PATH": programs.path})
-    assert outlook_of(script(), commands).unknown == ""
+    assert outlook_of(request(), commands).unknown == ""
     (tmp_path / "bin" / "config.out").write_text("AccountingStorageEnforce = associations,limits\n")
-    assert outlook_of(script(), SlurmCommands({"PATH": programs.path})).unknown
+    assert outlook_of(request(), SlurmCommands({"PATH": programs.path})).unknown
 
 
 def test_a_refusal_of_several_partitions_is_explained_by_the_largest() -> None:
@@ -183,7 +184,7 @@ def test_a_refusal_of_several_partitions_is_explained_by_the_largest() -> None:
     commands.listed_partitions = [small, replace(main, is_default=False)]
     commands.verdict = refused(Refusal.RESOURCES)
     plan = make_plan(cluster={"partition": "low,main", "gpus_per_node": 16}, batch={})
-    assert "partition main has 4 nodes" in refusal(ClusterError, require_acceptable, SCRIPT, commands, plan).hint
+    assert "partition main has 4 nodes" in refusal(ClusterError, require_acceptable, REQUEST, commands, plan).hint
 
 
 def test_a_refusal_of_nodes_names_the_blocks_of_the_network() -> None:
@@ -192,7 +193,7 @@ def test_a_refusal_of_nodes_names_the_blocks_of_the_network() -> None:
     plan = make_plan(cluster={"nodelist": "node2,node3", "nodes": 2}, batch={})
     for leaves, has_blocks in (({}, False), ({"node1": "switch a"}, False), ({"node1": "block a"}, True)):
         commands.leaves = leaves
-        hint = refusal(ClusterError, require_acceptable, SCRIPT, commands, plan).hint
+        hint = refusal(ClusterError, require_acceptable, REQUEST, commands, plan).hint
         assert ("cluster.sbatch.segment" in hint) is has_blocks
 
 
@@ -217,7 +218,7 @@ def bad(run: RunDirectory, *names: str) -> None:
 
 
 def test_without_a_list_slurm_is_not_even_asked(run: RunDirectory) -> None:
-    assert exclude_flags(script(), run, {"PATH": "/nowhere"}) == ([], "")
+    assert exclude_flags(request(), run, {"PATH": "/nowhere"}) == ([], "")
 
 
 @pytest.mark.parametrize(
@@ -237,10 +238,10 @@ def test_listed_nodes_are_left_out_unless_the_job_needs_them(
     directives: tuple[str, ...], names: tuple[str, ...], flag: str, run: RunDirectory, env: dict[str, str]
 ) -> None:
     bad(run, *names)
-    flags, text = exclude_flags(script(*directives), run, env)
+    flags, text = exclude_flags(request(*directives), run, env)
     assert flags == ([flag] if flag else [])
     assert text.startswith(f"left out: {names[0]} (until " if flag else "found bad, and not left out, since the job ")
-    assert exclude_flags(script(*directives), run, {"PATH": "/nowhere"})[0] == [], "Slurm does not answer"
+    assert exclude_flags(request(*directives), run, {"PATH": "/nowhere"})[0] == [], "Slurm does not answer"
 
 
 def test_nodes_that_slurm_does_not_have_are_no_reason_for_a_flag_that_it_refuses(
@@ -250,10 +251,10 @@ def test_nodes_that_slurm_does_not_have_are_no_reason_for_a_flag_that_it_refuses
     sinfo = tmp_path / "bin" / "sinfo"
     names = "".join(f"node{number}|10.0.0.{number}|node{number}\\n" for number in range(1, 5))
     sinfo.write_text(sinfo.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n[ $2 = -N ] && printf '{names}' && exit\n"))
-    flags, text = exclude_flags(script(), run, env)
+    flags, text = exclude_flags(request(), run, env)
     assert flags == ["--exclude=node3"] and "gone7" not in text
     forgive_nodes(run, ["node3"], now_unix_s=time.time())
-    assert exclude_flags(script(), run, env) == ([], "")
+    assert exclude_flags(request(), run, env) == ([], "")
 
 
 # --- an allocation of one's own ---
@@ -337,9 +338,9 @@ def test_a_job_is_brought_back_at_once_where_slurm_does_it(
 ) -> None:
     commands = FakeSlurmCommands()
     config = RunConfig(cluster=ClusterSection(**cluster))
-    text = f"#!/bin/bash\n{script}\n"
-    assert expedite_flags(text, config, commands) == []  # type: ignore[arg-type]
+    asked = JobRequest.of_script(f"#!/bin/bash\n{script}\n")
+    assert expedite_flags(asked, config, commands) == []  # type: ignore[arg-type]
     commands.config |= {"SLURM_VERSION": "26.05.5", "SlurmctldParameters": "enable_expedited_requeue"}
-    assert expedite_flags(text, config, commands) == flags  # type: ignore[arg-type]
+    assert expedite_flags(asked, config, commands) == flags  # type: ignore[arg-type]
     commands.error = ClusterError("no answer")
-    assert expedite_flags(text, config, commands) == []  # type: ignore[arg-type]
+    assert expedite_flags(asked, config, commands) == []  # type: ignore[arg-type]

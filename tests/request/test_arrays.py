@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.request.arrays import ArrayPlan, cut_arrays, max_array_size, render_array, submit_arrays
-from slurm_train.request.batch_script import render_script
+from slurm_train.request.arrays import ArrayPlan, array_request, cut_arrays, max_array_size, submit_arrays
+from slurm_train.request.batch_script import job_request
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory
+from slurm_train.slurm.job_request import JobRequest
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.plans import make_plan
 
@@ -19,34 +20,34 @@ GOLDEN_PACK = GOLDEN.with_name("pack_10.sh")
 SWEEP = SweepDirectory(Path("/home/user/it's mine/runs/sweeps/9b1c44e0"))
 
 
-def scripts(count: int, **cluster: object) -> list[tuple[RunDirectory, str]]:
+def requests(count: int, **cluster: object) -> list[tuple[RunDirectory, JobRequest]]:
     plans = [make_plan(cluster={"nodes": 2, "gpus_per_node": 8, **cluster}, seed=seed) for seed in range(count)]
-    return [(plan.run, render_script(plan, default_python="/usr/bin/python3")) for plan in plans]
+    return [(plan.run, job_request(plan, default_python="/usr/bin/python3")) for plan in plans]
 
 
 def cut(count: int, *, max_size: int = 1001, max_parallel: int | None = None) -> list[ArrayPlan]:
-    return cut_arrays(scripts(count), max_size=max_size, max_parallel=max_parallel)
+    return cut_arrays(requests(count), max_size=max_size, max_parallel=max_parallel)
 
 
 def render(plan: ArrayPlan) -> str:
-    return render_array(plan, SWEEP, 0)
+    return array_request(plan, SWEEP, 0).text()
 
 
 def test_the_script_of_an_array_is_the_golden_file() -> None:
-    (plan,) = cut_arrays(scripts(16, time_limit_min=90, partition="gpu"), max_size=1001, max_parallel=4)
+    (plan,) = cut_arrays(requests(16, time_limit_min=90, partition="gpu"), max_size=1001, max_parallel=4)
     # After a wanted change: print the new text, read the difference, and put it there.
     assert render(plan) == GOLDEN.read_text(encoding="utf-8")
 
 
 def test_an_array_has_the_prefix_of_its_runs_names() -> None:
-    plans = cut_arrays(scripts(2, job_name_prefix="proj-sub:") + scripts(1), max_size=9, max_parallel=None)
+    plans = cut_arrays(requests(2, job_name_prefix="proj-sub:") + requests(1), max_size=9, max_parallel=None)
     names = [line for plan in plans for line in render(plan).splitlines() if "--job-name" in line]
     assert names == ["#SBATCH --job-name=proj-sub:sweep-9b1c44e0-0", "#SBATCH --job-name=sweep-9b1c44e0-0"]
 
 
 def test_an_array_that_waits_keeps_the_dependency_of_its_runs(tmp_path: Path) -> None:
     programs = SlurmPrograms(tmp_path / "bin")
-    runs = scripts(2, sbatch={"dependency": "afterok:7"})
+    runs = requests(2, sbatch={"dependency": "afterok:7"})
     plans = cut_arrays(runs, max_size=1, max_parallel=1)
     sweep = SweepDirectory(tmp_path / "runs" / "sweeps" / "9b1c44e0")
     env = {"PATH": programs.path, "HOME": str(tmp_path)}
@@ -67,7 +68,7 @@ def element(
     sweep.array(0).path.mkdir(parents=True, exist_ok=True)
     sweep.array(0).runs.write_text("".join(f"{run.path}\n" for run in runs))
     env = {"PATH": os.environ["PATH"]} | ({} if task is None else {"SLURM_ARRAY_TASK_ID": task})
-    script = render_array(ArrayPlan(runs=runs, directives=(), is_alone=is_alone), sweep, 0)
+    script = array_request(ArrayPlan(runs=runs, components=({},), is_alone=is_alone), sweep, 0).text()
     return subprocess.run(["bash"], input=script, env=env, cwd=folder.parent, capture_output=True, text=True)
 
 
@@ -95,11 +96,12 @@ def test_an_elements_script_that_others_may_write_is_not_run(name: str, tmp_path
 
 
 def test_runs_of_another_shape_go_into_another_array() -> None:
-    small, large = scripts(3), scripts(2, nodes=4, gpus_per_node=4)
+    small, large = requests(3), requests(2, nodes=4, gpus_per_node=4)
     arrays = cut_arrays([small[0], large[0], small[1], large[1], small[2]], max_size=1001, max_parallel=None)
     assert [array.runs for array in arrays] == [tuple(run for run, _ in small), tuple(run for run, _ in large)]
-    assert "#SBATCH --nodes=2" in arrays[0].directives and "#SBATCH --nodes=4" in arrays[1].directives
-    assert not any(run.run_id in line for run, _ in small for line in arrays[0].directives), "no name or log of a run"
+    assert [array.components[0]["nodes"] for array in arrays] == ["2", "4"]
+    shared = str(arrays[0].components)
+    assert not any(run.run_id in shared for run, _ in small), "no name or log of a run"
 
 
 CHUNKS = [
@@ -158,14 +160,14 @@ def test_where_there_are_no_arrays_each_run_is_a_job_of_its_own_and_the_limit_ho
 
 def test_the_script_of_packs_is_the_golden_file() -> None:
     one_node = {"nodes": 1, "gpus_per_node": 2, "gpu_flag": "gres", "gpu_type": "a100", "memory_gb_per_gpu": 16}
-    (plan,) = cut_arrays(scripts(10, **one_node), max_size=1001, max_parallel=9, pack=4)
+    (plan,) = cut_arrays(requests(10, **one_node), max_size=1001, max_parallel=9, pack=4)
     assert render(plan) == GOLDEN_PACK.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("flag", ["gres", "gpus-per-node", "gpus-per-task"])
 def test_runs_that_share_gpus_ask_for_fewer_of_them(flag: str) -> None:
     asked = {"gpu_flag": flag, "gpu_type": "a100", "memory_gb_per_gpu": 16, "cpus_per_gpu": 3}
-    runs = scripts(10, **{"nodes": 1, "gpus_per_node": 1, **asked})
+    runs = requests(10, **{"nodes": 1, "gpus_per_node": 1, **asked})
     (plan,) = cut_arrays(runs, max_size=1001, max_parallel=None, pack=5, runs_per_gpu=2)
     text = render(plan)
     gpus = "--gres=gpu:a100:3" if flag == "gres" else "--gpus-per-node=a100:3"
@@ -195,7 +197,7 @@ def test_packs_are_the_elements_of_arrays(
     throttles: list[int | None],
     packs: list[int],
 ) -> None:
-    arrays = cut_arrays(scripts(count, nodes=1), max_size=size, max_parallel=limit, pack=pack)
+    arrays = cut_arrays(requests(count, nodes=1), max_size=size, max_parallel=limit, pack=pack)
     assert [len(array.runs) for array in arrays] == sizes
     assert [array.num_elements for array in arrays] == elements
     assert [array.throttle for array in arrays] == throttles
@@ -211,7 +213,7 @@ def pack_element(folder: Path, bodies: Sequence[str], *, pack: int, task: str) -
     sweep = SweepDirectory(folder / "sweep")
     sweep.array(0).path.mkdir(parents=True)
     sweep.array(0).runs.write_text("".join(f"{run.path}\n" for run in runs))
-    script = render_array(ArrayPlan(runs=tuple(runs), directives=(), pack=pack), sweep, 0)
+    script = array_request(ArrayPlan(runs=tuple(runs), components=({},), pack=pack), sweep, 0).text()
     env = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": task}
     return subprocess.run(["bash"], input=script, env=env, cwd=folder, capture_output=True, text=True)
 

@@ -13,8 +13,8 @@ import pytest
 from slurm_train.errors import ConfigError
 from slurm_train.plan.cpu_share import CpuShare
 from slurm_train.plan.plan import RunPlan
-from slurm_train.request.batch_script import render_script, sbatch_components, srun_flags
-from tests.support.plans import make_plan
+from slurm_train.request.batch_script import sbatch_components, srun_flags
+from tests.support.plans import make_plan, render_script
 from tests.support.refusals import refusal
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -8,9 +8,8 @@ import pytest
 
 from slurm_train.errors import ConfigError
 from slurm_train.plan.plan import RunPlan
-from slurm_train.request.batch_script import render_script
 from slurm_train.request.rank_command import RankCommand
-from tests.support.plans import make_plan
+from tests.support.plans import make_plan, render_script
 from tests.support.refusals import refusal
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -7,11 +7,13 @@ import pytest
 
 from slurm_train.errors import ClusterError
 from slurm_train.request import submission
-from slurm_train.request.submission import UnreadAnswer, submit_script
+from slurm_train.request.submission import UnreadAnswer, submit_request
+from slurm_train.slurm.job_request import JobRequest
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.refusals import refusal
 
 SCRIPT = "#!/bin/bash\n#SBATCH --nodes=1\necho $HOME\n"
+REQUEST = JobRequest.of_script(SCRIPT)
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def test_sbatch_gets_the_script_as_it_is_and_its_answer_is_read(out: str, slurm:
     answers(slurm, out)
     before = os.umask(0)
     try:
-        assert submit_script(SCRIPT, folder=tmp_path / "logs" / "submitted", env=os.environ) == "4711"
+        assert submit_request(REQUEST, folder=tmp_path / "logs" / "submitted", env=os.environ) == "4711"
     finally:
         os.umask(before)
     assert slurm.said("submitted.sh") == SCRIPT
@@ -43,7 +45,7 @@ def test_sbatch_gets_the_script_as_it_is_and_its_answer_is_read(out: str, slurm:
 def test_a_job_that_went_to_another_cluster_is_cancelled_there(slurm: SlurmPrograms, tmp_path: Path) -> None:
     answers(slurm, "4711;gpu2\n")
     with pytest.raises(ClusterError, match="sbatch gave the job to cluster gpu2 as job 4711, which is cancelled"):
-        submit_script(SCRIPT, folder=tmp_path / "submitted", env=os.environ)
+        submit_request(REQUEST, folder=tmp_path / "submitted", env=os.environ)
     assert slurm.said("cancelled") == "--clusters=gpu2 4711\n"
 
 
@@ -55,7 +57,7 @@ def test_of_the_environment_only_what_is_given_and_may_travel_reaches_sbatch(
     monkeypatch.setenv("PYTHONPATH", "of the process")
     monkeypatch.setenv("NCCL_DEBUG", "of the process")
     env = {"PATH": os.environ["PATH"], **dict.fromkeys((*withheld, *kept), "given")}
-    submit_script(SCRIPT, folder=tmp_path / "submitted", env=env, export=["MY_*", "HF_TOKEN"])
+    submit_request(REQUEST, folder=tmp_path / "submitted", env=env, export=["MY_*", "HF_TOKEN"])
     seen = dict(line.split("=", 1) for line in (slurm.said("submitted_env") or "").splitlines() if "=" in line)
     found = {name: seen[name] for name in (*withheld, *kept, "PYTHONPATH") if name in seen}
     assert found == dict.fromkeys(kept, "given")
@@ -66,7 +68,7 @@ def test_a_token_of_slurms_commands_reaches_sbatch_and_no_job(slurm: SlurmProgra
     cat = f'cat "${{{{word#*=}}}}" > {travels}'
     slurm.wrap("sbatch", f'for word; do case $word in --export-file=*) {cat};; esac; done; {{real}} "$@"')
     env = {"PATH": os.environ["PATH"], "SLURM_JWT": "eyJ", "MY_TEXT": "two\nlines", "MY_KEY": "k", "EDITOR": "vi"}
-    submit_script(SCRIPT, folder=tmp_path / "submitted", env=env, export=["MY_*", "SLURM_JWT"])
+    submit_request(REQUEST, folder=tmp_path / "submitted", env=env, export=["MY_*", "SLURM_JWT"])
     assert "SLURM_JWT=eyJ" in (slurm.said("submitted_env") or "").splitlines()
     variables = dict(text.split("=", 1) for text in travels.read_text().split("\0") if text)
     assert variables == {"PATH": env["PATH"], "MY_TEXT": env["MY_TEXT"]}
@@ -93,13 +95,13 @@ def test_a_job_that_is_in_the_queue_was_submitted_whatever_is_printed(
     slurm.queue_scripts()
     slurm.wrap("sbatch", body)
     (slurm.folder / "squeue.out").write_text("")
-    assert submit_script(SCRIPT, folder=tmp_path / "submitted", env=os.environ) == "4711"
+    assert submit_request(REQUEST, folder=tmp_path / "submitted", env=os.environ) == "4711"
     assert slurm.said("cancelled") is None
 
 
 def test_of_several_numbers_the_last_counts_where_slurm_knows_none(slurm: SlurmPrograms, tmp_path: Path) -> None:
     answers(slurm, "1000\n...\n60060368\n")
-    assert submit_script(SCRIPT, folder=tmp_path / "submitted", env=os.environ) == "60060368"
+    assert submit_request(REQUEST, folder=tmp_path / "submitted", env=os.environ) == "60060368"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_what_may_be_in_the_queue_is_no_refusal(
 ) -> None:
     monkeypatch.setattr(submission, "_PAUSE_S", 0.0)
     (slurm.folder / "sbatch").write_text(f"#!/bin/sh\n{program}\n")
-    error = refusal(UnreadAnswer, submit_script, SCRIPT, folder=tmp_path / "submitted", env=os.environ)
+    error = refusal(UnreadAnswer, submit_request, REQUEST, folder=tmp_path / "submitted", env=os.environ)
     assert error.message.startswith("whether Slurm has the job is not known")
     (script,) = (tmp_path / "submitted").iterdir()
     assert script.read_text() == SCRIPT and str(script) in error.hint
@@ -138,7 +140,7 @@ def test_a_refusal_is_an_error_with_all_words_of_slurm_and_the_site(
     program: str, message: str, hint: str, slurm: SlurmPrograms, tmp_path: Path
 ) -> None:
     (slurm.folder / "sbatch").write_text(f"#!/bin/sh\n{program}\n")
-    error = refusal(ClusterError, submit_script, SCRIPT, folder=tmp_path / "submitted", env=os.environ)
+    error = refusal(ClusterError, submit_request, REQUEST, folder=tmp_path / "submitted", env=os.environ)
     assert message in error.message and hint in error.hint
     assert not isinstance(error, UnreadAnswer)
     assert list((tmp_path / "submitted").iterdir()) == []
@@ -149,5 +151,5 @@ def test_a_job_of_another_cluster_that_cannot_be_cancelled_is_not_forgotten(
 ) -> None:
     answers(slurm, "4711;gpu2\n")
     (slurm.folder / "scancel").write_text("#!/bin/sh\necho scancel: error: no such cluster >&2; exit 1\n")
-    error = refusal(UnreadAnswer, submit_script, SCRIPT, folder=tmp_path / "submitted", env=os.environ)
+    error = refusal(UnreadAnswer, submit_request, REQUEST, folder=tmp_path / "submitted", env=os.environ)
     assert "no such cluster" in error.message and "scancel --clusters=gpu2 4711" in error.hint

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from slurm_train.slurm.job_limits import (
-    JobRequest,
+    Demand,
     Limit,
+    demand_of,
     limits_of,
     limits_unknown,
     longest_limit_min,
     obstacles,
     partitions_that_are_down,
-    read_request,
 )
 from slurm_train.slurm.policy import Association, Qos, parse_sinfo
 from slurm_train.slurm.site import SiteFacts
@@ -51,8 +51,8 @@ FACTS = SiteFacts(
 )
 
 
-def request(**flags: str) -> JobRequest:
-    return read_request({name.replace("_", "-"): value for name, value in flags.items()})
+def request(**flags: str) -> Demand:
+    return demand_of({name.replace("_", "-"): value for name, value in flags.items()})
 
 
 # The flags of a job, and what is said of it; "" where it starts.
@@ -103,7 +103,7 @@ JOBS: list[tuple[dict[str, str], str]] = [
 
 @pytest.mark.parametrize(("flags", "said"), JOBS)
 def test_a_job_that_would_never_start_is_told_with_the_owner_of_the_limit(flags: dict[str, str], said: str) -> None:
-    found = obstacles(FACTS, read_request(flags))
+    found = obstacles(FACTS, demand_of(flags))
     assert [bool(obstacle.todo) for obstacle in found] == [True] * len(found)
     assert bool(found) == bool(said)
     assert said in "; ".join(obstacle.what for obstacle in found)

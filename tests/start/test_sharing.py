@@ -19,6 +19,7 @@ from slurm_train.plan.plan import RunPlan
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.jobs import record_job, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.job_request import JobRequest
 from slurm_train.start.write import require_writable, write_run
 from tests.support.plans import make_plan
 
@@ -50,7 +51,8 @@ def written(folder: Path, share: str, **more: object) -> RunPlan:
         (folder / name).chmod(mode)
     plan = make_plan(folder, run={"share": share} | more)
     require_writable(plan.run, share=plan.config.run.share)
-    write_run(plan, Source({"": folder}, files={name: folder / name for name in ("open.py", "closed.py")}), script="#")
+    source = Source({"": folder}, files={name: folder / name for name in ("open.py", "closed.py")})
+    write_run(plan, source, request=JobRequest(components=({},), script="#"))
     record_job(plan.run, "12")
     start = AttemptStart(job_id="12", restart_count=0, nodes=("node1",), world_size=1)
     open_attempt(plan.run, start)

@@ -11,6 +11,7 @@ import pytest
 from slurm_train.code.snapshot import Source
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import RunError
+from slurm_train.request.batch_script import job_request
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.start.write import require_writable, write_run
 from tests.support.plans import make_plan
@@ -21,12 +22,12 @@ def test_everything_that_a_job_reads_is_written(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print()")
     plan = make_plan(tmp_path, cluster={"nodes": 2})
     source = Source({"": tmp_path}, {"train.py": tmp_path / "train.py"})
-    write_run(plan, source, script="#!/bin/bash\n")
+    write_run(plan, source, request=job_request(plan))
     run = plan.run
     assert load_config(run.config) == plan.config
     assert json.loads(run.plan.read_text()) == plan.as_json()
     assert (run.code / "train.py").read_text() == "print()"
-    assert run.submit_script.read_text() == "#!/bin/bash\n" and os.access(run.submit_script, os.X_OK)
+    assert run.submit_script.read_text() == job_request(plan).text() and os.access(run.submit_script, os.X_OK)
     assert run.logs.is_dir() and run.checkpoints.is_dir()
     assert run.path.stat().st_mode & 0o077 == 0, "nobody else reads it"
 
@@ -34,11 +35,11 @@ def test_everything_that_a_job_reads_is_written(tmp_path: Path) -> None:
 def test_writing_again_keeps_what_the_run_has_done_and_drops_the_stop_request(tmp_path: Path) -> None:
     plan = make_plan(tmp_path)
     source = Source({"": tmp_path})
-    write_run(plan, source, script=None)
+    write_run(plan, source, request=None)
     plan.run.metrics.write_text("{}\n")
     (plan.run.checkpoints / "checkpoint_0000001_attempt_0000_00000000").mkdir()
     plan.run.stop_file.touch()
-    write_run(plan, source, script=None)
+    write_run(plan, source, request=None)
     assert plan.run.metrics.read_text() == "{}\n"
     assert (plan.run.checkpoints / "checkpoint_0000001_attempt_0000_00000000").is_dir()
     assert not plan.run.stop_file.exists()

@@ -333,7 +333,8 @@ def leaves_an_unread_answer(run: RunDirectory, *, name: str = "gpt-stdlib-3f9a1c
     """Puts the script there that a submission leaves whose answer could not be read."""
     run.submitted.mkdir(parents=True)
     script = run.submitted / ".submission_file_0.sh"
-    script.write_text(f"#!/bin/bash\n#SBATCH --job-name={name}\n")
+    for path in (run.submit_script, script):
+        path.write_text(f"#!/bin/bash\n#SBATCH --job-name={name}\n")
     return script
 
 
