@@ -36,7 +36,7 @@ from slurm_train.checkpoint.filling import Records, Saved, fill
 from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file, digest_of
 from slurm_train.checkpoint.verify import newest_committed_step, read_manifest, survey, wait_until_visible
 from slurm_train.errors import CheckpointError, UnknownCheckpointError
-from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.ledger import Action, read_attempt
 from slurm_train.rundir.lineage import Stretch, is_on_line, read_line, read_origins
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 
@@ -375,15 +375,17 @@ def removed_step(run: RunDirectory, attempt: int) -> int | None:
         run: the run.
         attempt: the attempt that begins; a rollback of its own is none of a person's.
     """
-    entries = {int(entry["attempt"]): entry for entry in read_ledger(run)}
-    previous = entries.get(attempt - 1, {})
-    # An attempt that has no end line in the ledger is known by its start line alone.
-    last = previous.get("first_committed" if previous.get("action") == "lost" else "last_committed")
-    first = entries.get(attempt, {}).get("first_committed")
+    previous = read_attempt(run, attempt - 1)
+    present = read_attempt(run, attempt)
+    if previous is None or previous.end is None or present is None:
+        return None
+    # An attempt whose supervisor was lost is known by its start line alone.
+    last = previous.start.first_committed if previous.action is Action.LOST else previous.end.last_committed
+    first = present.start.first_committed
     if last is None or first is None or first >= last or any(number == attempt for number, _ in read_origins(run)):
         return None
     is_left = any(name_of(path).step == last for path in list_checkpoints(run.checkpoints))
-    return None if is_left else int(last)
+    return None if is_left else last
 
 
 def _line_without_record(root: Path) -> list[Stretch]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from torch.distributed import ProcessGroup
 
 from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.config.schema import CheckpointSection
-from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.ledger import Attempt, read_ledger
 from slurm_train.rundir.paths import RunDirectory
 
 _FIRST_AFTER_STEPS = 10
@@ -105,18 +105,15 @@ def interval_steps(*, cost_s: float, save_s: float, step_s: float, failure_every
     return max(1, math.ceil(max(best_s, _LEAST_SAVE_TIMES * save_s) / max(step_s, 1e-6)))
 
 
-def failure_every_s(attempts: Iterable[Mapping[str, Any]], *, expected_s: float) -> float:
+def failure_every_s(ledger: Iterable[Attempt], *, expected_s: float) -> float:
     """Returns the seconds between interruptions: what was expected, corrected by what the run has seen.
 
     Args:
-        attempts: the ledger, one mapping per attempt; those that ended (with "end_time_unix_s") were interrupted.
+        ledger: the attempts; those that ended were interrupted.
         expected_s: counts as one interruption after so many seconds.
     """
-    spans = [
-        max(float(entry["end_time_unix_s"]) - float(entry["time_unix_s"]) - float(entry.get("suspended_s", 0.0)), 0.0)
-        for entry in attempts
-        if "end_time_unix_s" in entry and "time_unix_s" in entry
-    ]
+    ended = [attempt for attempt in ledger if attempt.end is not None]
+    spans = [max(attempt.held_s - attempt.spent_s("suspended_s"), 0.0) for attempt in ended]
     return (expected_s + sum(spans)) / (1 + len(spans))
 
 
@@ -128,6 +125,6 @@ def build_save_pace(run: RunDirectory, *, settings: CheckpointSection, clock: Ca
         settings: of checkpoints.
         clock: seconds that never run backwards.
     """
-    attempts = read_ledger(run) if settings.every_steps == "auto" else []
-    every_s = failure_every_s(attempts, expected_s=3600 * settings.failure_every_h)
+    ledger = read_ledger(run) if settings.every_steps == "auto" else []
+    every_s = failure_every_s(ledger, expected_s=3600 * settings.failure_every_h)
     return SavePace(settings.every_steps, failure_every_s=every_s, clock=clock)

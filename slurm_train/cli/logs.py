@@ -14,8 +14,8 @@ from pathlib import Path
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import BOLD_RED, Painter, note, painted, takes_escapes
 from slurm_train.errors import RunError
-from slurm_train.rundir.attempts import comes_back, ledger_entry
 from slurm_train.rundir.jobs import has_ended, jobs_elsewhere, read_job
+from slurm_train.rundir.ledger import Action, read_attempt
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
@@ -53,8 +53,9 @@ def main(words: Sequence[str]) -> int:
         newest = max(existing_attempts(run), default=0) if attempt is None else attempt
         if printer.print_end(newest):
             return 0
-        if ledger_entry(run, newest).get("action") == "finish":
-            note(f"attempt {newest}: {ledger_entry(run, newest).get('note', '')}; its rank 0 wrote to the terminal")
+        last = read_attempt(run, newest)
+        if last is not None and last.action is Action.FINISH:
+            note(f"attempt {newest}: {last.note}; its rank 0 wrote to the terminal")
             return 0
         raise RunError(
             f"{run.path} has no log yet",
@@ -123,11 +124,11 @@ class LogPrinter:
         """Prints how an attempt failed, or why it comes back; returns whether it did one of them."""
         failure = find_failure(self._run, attempt)
         if failure is None:
-            entry = ledger_entry(self._run, attempt)
-            goes_on = comes_back(entry) or entry.get("action") == "relaunch"
-            if goes_on:
-                note(f"attempt {attempt}: {entry.get('note', '')}")
-            return goes_on
+            last = read_attempt(self._run, attempt)
+            if last is None or not (last.comes_back or last.action is Action.RELAUNCH):
+                return False
+            note(f"attempt {attempt}: {last.note}")
+            return True
         for line in failure.lines(rank_shown=self._rank):
             note(painted(line, self._alert))
         if failure.kind and not failure.is_in_log_of(self._rank):

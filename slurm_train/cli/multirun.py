@@ -25,8 +25,8 @@ from slurm_train.formatting import as_float, shorten
 from slurm_train.plan.choice import settle_parallel
 from slurm_train.plan.plan import SweepPlan, plan_sweep
 from slurm_train.plan.preview import plan_rows
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
+from slurm_train.rundir.ledger import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.start.start import Start
 from slurm_train.start.write import require_writable
@@ -269,7 +269,7 @@ def objective(run: RunDirectory, key: str | None) -> float:
             return number
     if not result:
         ledger = read_ledger(run)
-        why = str(ledger[-1].get("note", "")) if ledger else ""
+        why = ledger[-1].note if ledger else ""
         reason = f": {why}" if why else ""
         raise StudyError(
             f"{run.path} has ended without a result for the sweeper{reason}",

@@ -27,12 +27,12 @@ from slurm_train.cli.selection import find_root, look_once, read_selection
 from slurm_train.cli.terminal import BOLD, BOLD_RED, FAINT, note, painted, redraw, takes_escapes, width_of
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.formatting import clock, count, duration, table
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
+from slurm_train.rundir.ledger import Reason, read_ledger
 from slurm_train.rundir.lookup import is_own, known_roots, list_runs, newest_runs, owner_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import Element, list_sweeps, read_table
-from slurm_train.rundir.timing import goodput, held_s
+from slurm_train.rundir.timing import goodput
 from slurm_train.status.following import summaries_of
 from slurm_train.status.run_status import SILENT_AFTER_S, RunState, RunStatus, Survey, Surveyor, until_over
 from slurm_train.status.selection import Selection, build_surveyor, summary
@@ -310,18 +310,17 @@ def _attempt_lines(run: RunDirectory) -> list[str]:
     if len(ledger) < 2:
         return []
     stop_steps = {event.get("attempt"): event["step"] for event in read_events(run, "stop")}
-    ended = [entry for entry in ledger if "end_time_unix_s" in entry]
+    ended = [(attempt, attempt.end) for attempt in ledger if attempt.end is not None]
     lines: list[str] = []
-    for entry in ended[-_MOST_ATTEMPTS:]:
-        reason = str(entry.get("reason", "unknown"))
-        end = "finished" if reason == "done" else reason.replace("_", " ")
-        line = f"attempt {entry['attempt']}: {end} after {held_s(entry):,.0f} s"
+    for attempt, end in ended[-_MOST_ATTEMPTS:]:
+        how = "finished" if end.reason is Reason.DONE else end.reason.replace("_", " ")
+        line = f"attempt {attempt.number}: {how} after {attempt.held_s:,.0f} s"
         # The steps of a script of the user's own are not counted.
-        last_step = stop_steps.get(entry["attempt"], entry.get("last_step"))
+        last_step = stop_steps.get(attempt.number, end.last_step)
         if last_step:
             line += f", step {last_step}"
-        if reason == "failed":
-            line += f": {entry.get('note', '')}"
+        if end.reason is Reason.FAILED:
+            line += f": {end.note}"
         lines.append(line)
     return lines
 

@@ -1,7 +1,7 @@
-"""Attempts of a run: opened once each, fenced by an exclusive file, recorded in a ledger.
+"""Attempts of a run: opened once each, fenced by an exclusive file, recorded in the ledger.
 
 `epochs/attempt_<k>` is created with O_EXCL, so two starters never share a number, and a writer that sees a higher
-one than its own knows that it was overtaken. `attempts.jsonl` has a start line and an end line per attempt.
+one than its own knows that it was overtaken.
 
 `result.json` is renamed from a file that carries the attempt's number, after a check of the fence. A later attempt, or
 whoever withdraws a result, raises the fence and then removes these files; so a rename that is carried out arbitrarily
@@ -28,17 +28,26 @@ from typing import Any
 from slurm_train.errors import EXIT_FAILURE, RunError
 from slurm_train.rundir.events import first_mark, read_changes
 from slurm_train.rundir.files import (
-    append_line,
     ask_server,
     fsync_directory,
     is_there,
     make_folder,
     read_json,
-    read_lines,
     read_record,
     rename,
     to_json,
     write_durable,
+)
+from slurm_train.rundir.ledger import (
+    Action,
+    End,
+    Reason,
+    Start,
+    read_attempt,
+    read_ledger,
+    record_end,
+    record_start,
+    start_facts,
 )
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
@@ -46,38 +55,20 @@ from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
 from slurm_train.trust import enter_folder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptStart:
-    """Who opens an attempt, and where."""
-
-    job_id: str | None
-    """Slurm job id, array-safe ("12_3"), or None for a local run."""
-    restart_count: int
-    """How often Slurm restarted this job."""
-    nodes: tuple[str, ...]
-    """Hosts of the allocation."""
-    world_size: int
-    """Ranks."""
-    first_committed: int | None = None
-    """Step of the newest checkpoint, -1 if there is none; None if unknown, as with a user's own code."""
-
-
-def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None = None) -> int:
+def open_attempt(run: RunDirectory, start: Start) -> int:
     """Opens the next attempt and returns its number, counted from 0.
 
     The number is taken by creating its file exclusively, so this also works when two jobs start at once.
 
     Args:
         run: the run.
-        start: who opens it, and where.
-        follows: the attempt in whose step the ranks were started again by torchrun.
+        start: who opens it, and where; time and accepted changes are added.
     """
     make_folder(run.epochs, within=run.path)
-    facts = asdict(start) | ({} if follows is None else {"follows": follows})
     attempt = max(existing_attempts(run), default=-1) + 1
     while True:
         try:
-            secret = json.dumps({**facts, "secret": secrets.token_hex(16)}) + "\n"
+            secret = json.dumps({**start_facts(start), "secret": secrets.token_hex(16)}) + "\n"
             write_durable(run.epochs / f"attempt_{attempt}", secret, is_secret=True)
             break
         except FileExistsError:
@@ -85,21 +76,21 @@ def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None 
     fsync_directory(run.epochs)
     _discard_prepared_results(run, below=attempt)
     make_folder(run.attempt_logs(attempt), within=run.path)
-    line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts}
+    start = replace(start, time_unix_s=time.time())
     changes = read_changes(run)
     if changes:
         # The accepted changes that this attempt is the first to carry.
-        last_carried = max((int(entry.get("changes", 0)) for entry in read_ledger(run)), default=0)
+        last_carried = max((earlier.start.changes for earlier in read_ledger(run)), default=0)
         fresh = [name for change in changes if change.number > last_carried for name in change.names]
-        line |= {"changes": changes[-1].number, **({"accepted": fresh} if fresh else {})}
-    append_line(run.attempts, line, durable=True)
+        start = replace(start, changes=changes[-1].number, accepted=tuple(fresh))
+    record_start(run, attempt, start)
     return attempt
 
 
 def opened_world_size(run: RunDirectory, attempt: int) -> int | None:
     """Returns how many ranks an attempt was opened for, None where that is not known."""
-    facts = read_json(run.epochs / f"attempt_{attempt}") or {}
-    return facts.get("world_size")
+    start = _opened(run, attempt)
+    return None if start is None else start.world_size
 
 
 def attempt_secret(run: RunDirectory, attempt: int, *, wait_s: float = 0.0) -> str:
@@ -148,18 +139,6 @@ def _await_secret(path: Path, wait_s: float) -> str | None:
         pause_s = min(2 * pause_s, 1.0)
         ask_server(path.parent)
     return str(facts.get("secret", ""))
-
-
-def close_attempt(run: RunDirectory, attempt: int, facts: Mapping[str, Any]) -> None:
-    """Writes the end line of an attempt.
-
-    Args:
-        run: the run.
-        attempt: its number.
-        facts: reason, exit code, first and last step, as far as known; `time_unix_s` where it did not end just now.
-    """
-    line = {"event": "end", "attempt": attempt, "time_unix_s": time.time(), **facts}
-    append_line(run.attempts, line, durable=True)
 
 
 def publish_result(run: RunDirectory, attempt: int, values: Mapping[str, Any]) -> None:
@@ -295,39 +274,6 @@ def overtaken(run: RunDirectory, attempt: int, newest: int) -> RunError:
     )
 
 
-NOT_REQUEUED = "not_requeued"
-"""`outcome` of an attempt that was to be requeued: neither did Slurm do that, nor could another job be submitted."""
-
-
-def waits_for_person(entry: Mapping[str, Any]) -> bool:
-    """Returns whether nothing starts the run again after an attempt, by its line in the ledger: that is for a person.
-
-    `action` is what was decided. It is written before it is done, since Slurm ends the supervisor by a requeue.
-    """
-    return entry.get("action") == "stop" or entry.get("outcome") == NOT_REQUEUED
-
-
-def comes_back(entry: Mapping[str, Any]) -> bool:
-    """Returns whether Slurm was to start the run again after an attempt, as far as the ledger has it."""
-    return entry.get("action") in ("requeue", "leave") and not waits_for_person(entry)
-
-
-def read_ledger(run: RunDirectory) -> list[dict[str, Any]]:
-    """Returns one mapping per attempt, start and end facts merged; "end_time_unix_s" is absent while it runs."""
-    merged: dict[int, dict[str, Any]] = {}
-    for line in read_lines(run.attempts):
-        number = int(line["attempt"])
-        entry = merged.setdefault(number, {"attempt": number})
-        prefix = "end_" if line.get("event") == "end" else ""
-        entry |= {(f"{prefix}{key}" if key == "time_unix_s" else key): value for key, value in line.items()}
-    return [merged[number] for number in sorted(merged)]
-
-
-def ledger_entry(run: RunDirectory, attempt: int) -> dict[str, Any]:
-    """Returns what the ledger has about an attempt, {} where it has nothing."""
-    return next((entry for entry in read_ledger(run) if entry["attempt"] == attempt), {})
-
-
 # A checkpoint gets its name, its marker and a last look at the fence in one piece, or the process ends before it.
 # Threads end a process on their own (a newer attempt, a failed collective); an end in between would leave a commit of
 # an old attempt beside the new one (seen once in 50 trials). An RLock, since what a fence does may publish, too.
@@ -385,7 +331,7 @@ def read_round(run: RunDirectory, attempt: int) -> Round | None:
     return read_record(_round_path(run, attempt), Round)
 
 
-def begin_round(run: RunDirectory, start: AttemptStart, *, first: int | None) -> int:
+def begin_round(run: RunDirectory, start: Start, *, first: int | None) -> int:
     """Opens the attempt of a round, closes the one before it, and returns its number. Rank 0 only.
 
     Args:
@@ -405,40 +351,42 @@ def begin_round(run: RunDirectory, start: AttemptStart, *, first: int | None) ->
         if newest > previous:
             raise overtaken(run, previous, newest)
         _close_round(run, previous, start.first_committed)
-        facts = read_json(run.epochs / f"attempt_{first}") or {}
-        start = replace(start, job_id=facts.get("job_id"), restart_count=int(facts.get("restart_count", 0)))
+        opened = _opened(run, first) or Start()
+        start = replace(start, job_id=opened.job_id, restart_count=opened.restart_count)
     else:
-        for entry in read_ledger(run):
-            if entry.get("job_id") is None:
-                _close_round(run, int(entry["attempt"]), start.first_committed)
-    attempt = open_attempt(run, start, follows=first)
+        for earlier in read_ledger(run):
+            if earlier.start.job_id is None:
+                _close_round(run, earlier.number, start.first_committed)
+    attempt = open_attempt(run, replace(start, follows=first))
     _claim(run, attempt, begun)
     return attempt
 
 
 def _close_round(run: RunDirectory, attempt: int, committed_step: int | None) -> None:
     """Writes the end line of an attempt whose ranks have failed; one that has its line is left alone."""
-    entry = next((line for line in read_ledger(run) if line["attempt"] == attempt), None)
-    if entry is None or "end_time_unix_s" in entry:
+    opened = read_attempt(run, attempt)
+    if opened is None or opened.end is not None:
         return
     mark = first_mark(run, attempt)
     begun = read_round(run, attempt)
     step_before = 0 if begun is None else begun.first_step
     first_step = first_step_of(run, attempt, default=step_before)
-    wall = {"start_unix_s": float(entry["time_unix_s"]), "end_unix_s": time.time()}
-    facts: dict[str, Any] = {
-        "exit_code": EXIT_FAILURE if mark is None else mark.exit_code,
-        "reason": "failed",
-        "action": "relaunch",
-        "note": f"{mark or 'a rank was killed'}; torchrun starts the ranks again",
-        "first_step": first_step,
-        "last_step": step_of_attempt(run, attempt, default=first_step),
-        "step_before": step_before,
-        "last_committed": committed_step,
-        **({} if mark is None else {"failed_on": mark.host}),
-        **read_account(run, attempt, **wall, step_before=step_before),
-    }
-    close_attempt(run, attempt, facts)
+    start_unix_s = opened.start.time_unix_s
+    end_unix_s = time.time()
+    end = End(
+        time_unix_s=end_unix_s,
+        exit_code=EXIT_FAILURE if mark is None else mark.exit_code,
+        reason=Reason.FAILED,
+        action=Action.RELAUNCH,
+        note=f"{mark or 'a rank was killed'}; torchrun starts the ranks again",
+        first_step=first_step,
+        last_step=step_of_attempt(run, attempt, default=first_step),
+        step_before=step_before,
+        last_committed=committed_step,
+        failed_on=() if mark is None else (mark.host,),
+        seconds=read_account(run, attempt, start_unix_s=start_unix_s, end_unix_s=end_unix_s, step_before=step_before),
+    )
+    record_end(run, attempt, end)
 
 
 def note_saved(run: RunDirectory, attempt: int) -> None:
@@ -465,5 +413,10 @@ def _round_path(run: RunDirectory, attempt: int) -> Path:
 
 
 def _follows(run: RunDirectory, attempt: int) -> int | None:
-    follows = (read_json(run.epochs / f"attempt_{attempt}") or {}).get("follows")
-    return None if follows is None else int(follows)
+    start = _opened(run, attempt)
+    return None if start is None else start.follows
+
+
+def _opened(run: RunDirectory, attempt: int) -> Start | None:
+    """Returns the start of an attempt by its file in `epochs`, None where there is none."""
+    return read_record(run.epochs / f"attempt_{attempt}", Start)

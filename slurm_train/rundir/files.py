@@ -436,7 +436,7 @@ def to_records(kind: type[R], values: Iterable[Any]) -> list[R]:
     return [record for record in records if record is not None]
 
 
-def fields_of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(kind: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns those of a JSON object's values that a dataclass has a field for and that fit it.
 
     For files that a person or another version may have written: what does not fit keeps its default.

@@ -25,10 +25,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.attempts import read_ledger, waits_for_person
 from slurm_train.rundir.files import (
     NO_SUCH_CALL,
     change_times,
@@ -42,6 +40,7 @@ from slurm_train.rundir.files import (
     write_durable,
     write_record,
 )
+from slurm_train.rundir.ledger import Action, Attempt, read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.job_request import JobRequest, record_of
 
@@ -140,7 +139,7 @@ def record_job(
     write_record(run.job, _extended(read_job(run) or before, entry), durable=durable)
 
 
-def left_jobs(run: RunDirectory, job_ids: Iterable[str], ledger: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+def left_jobs(run: RunDirectory, job_ids: Iterable[str], ledger: Sequence[Attempt]) -> frozenset[str]:
     """Returns those of some jobs in which a run does nothing more, as its files say, whatever becomes of the jobs.
 
     Args:
@@ -150,11 +149,11 @@ def left_jobs(run: RunDirectory, job_ids: Iterable[str], ledger: Sequence[Mappin
     """
     left = set[str]()
     for job_id in job_ids:
-        last = next((entry for entry in reversed(ledger) if entry.get("job_id") == job_id), None)
-        if last is not None and last.get("action") in ("stop", "finish"):
+        last = next((attempt for attempt in reversed(ledger) if attempt.start.job_id == job_id), None)
+        if last is not None and last.end is not None and last.end.action in (Action.STOP, Action.FINISH):
             left.add(job_id)
         # The next start of the job obeys the file.
-        elif last is None or "end_time_unix_s" in last:
+        elif last is None or last.end is not None:
             request = read_json(run.stop_file) or {}
             left.update({job_id} & set(request.get("jobs", ())))
     return frozenset(left)
@@ -178,7 +177,7 @@ def jobs_elsewhere(record: JobRecord | None, holder: Holder | None, *, cluster: 
 
 
 def unknown_elsewhere(
-    run: RunDirectory, record: JobRecord | None, elsewhere: Mapping[str, str], ledger: Sequence[Mapping[str, Any]]
+    run: RunDirectory, record: JobRecord | None, elsewhere: Mapping[str, str], ledger: Sequence[Attempt]
 ) -> dict[str, str]:
     """Returns those jobs of another cluster that may be queued or running, as far as the files of the run say.
 
@@ -460,7 +459,7 @@ def _start_ticks(pid: int) -> str:
 _LAST_WORDS_S = 60.0
 
 
-def has_stopped(ledger: Sequence[Mapping[str, Any]], record: JobRecord | None) -> bool:
+def has_stopped(ledger: Sequence[Attempt], record: JobRecord | None) -> bool:
     """Returns whether the last attempt has stopped for good, and no job that was recorded later will open another.
 
     The order of the jobs decides: the clock of a node may be ahead of that of the machine that has submitted.
@@ -469,16 +468,16 @@ def has_stopped(ledger: Sequence[Mapping[str, Any]], record: JobRecord | None) -
         ledger: of the run.
         record: its jobs.
     """
-    if not ledger or not waits_for_person(ledger[-1]):
+    if not ledger or not ledger[-1].waits_for_person:
         return False
-    last_job = str(ledger[-1].get("job_id"))
+    last_job = ledger[-1].start.job_id
     job_ids = record.job_ids if record is not None else ()
-    if record is not None and last_job not in job_ids:
+    if last_job is None or last_job not in job_ids:
         # On this machine, or in an allocation.
-        return record.submit_time_unix_s < float(ledger[-1]["end_time_unix_s"])
-    newest = {str(entry.get("job_id")): entry for entry in ledger}
-    later = job_ids[job_ids.index(last_job) + 1 :] if job_ids else ()
-    return all(job_id in newest and waits_for_person(newest[job_id]) for job_id in later)
+        return record is None or record.submit_time_unix_s < ledger[-1].last_unix_s
+    newest = {attempt.start.job_id: attempt for attempt in ledger}
+    later = job_ids[job_ids.index(last_job) + 1 :]
+    return all(job_id in newest and newest[job_id].waits_for_person for job_id in later)
 
 
 def has_ended(run: RunDirectory) -> bool:
@@ -487,6 +486,6 @@ def has_ended(run: RunDirectory) -> bool:
     written = change_times([run.result])
     if written:
         # Rank 0 prints its last lines after the result; the supervisor closes the attempt after those.
-        is_closed = bool(ledger) and "action" in ledger[-1]
+        is_closed = bool(ledger) and ledger[-1].end is not None
         return is_closed or time.time() - written[run.result] > _LAST_WORDS_S
     return has_stopped(ledger, read_job(run))

@@ -20,8 +20,11 @@ from slurm_train.rundir.paths import RunDirectory
 class _Word(str, enum.Enum):
     """A word of the ledger; in texts and in JSON it is the word alone."""
 
-    __str__ = str.__str__
-    __format__ = str.__format__
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(str(self.value), format_spec)
 
 
 class Reason(_Word):
@@ -137,6 +140,21 @@ class Attempt:
     start: Start
     end: End | None = None
     """None while it runs, or if nobody has recorded how it ended."""
+
+    @property
+    def action(self) -> Action | None:
+        """What follows from its end, None where that is not recorded."""
+        return None if self.end is None else self.end.action
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why it ended, None where that is not recorded."""
+        return None if self.end is None else self.end.reason
+
+    @property
+    def note(self) -> str:
+        """What a person is told of its end, "" where nothing is recorded."""
+        return "" if self.end is None else self.end.note
 
     @property
     def last_unix_s(self) -> float:

@@ -35,6 +35,7 @@ from slurm_train.rundir.files import (
     to_records,
     write_record,
 )
+from slurm_train.rundir.ledger import Attempt
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
 
@@ -211,19 +212,14 @@ class Goodput:
         return self.productive_s / self.allocated_s if self.allocated_s > 0 else 0.0
 
 
-def held_s(entry: Mapping[str, Any]) -> float:
-    """Returns how long an attempt held its nodes; one that runs, until now."""
-    return max(0.0, float(entry.get("end_time_unix_s", time.time())) - float(entry["time_unix_s"]))
-
-
-def goodput(ledger: Sequence[Mapping[str, Any]]) -> Goodput:
+def goodput(ledger: Sequence[Attempt]) -> Goodput:
     """Returns the goodput of a run from its attempts that have ended."""
-    ended = [entry for entry in ledger if "end_time_unix_s" in entry]
-    total = {cause: sum(float(entry.get(cause, 0)) for entry in ended) for cause in (*CAUSES, "lost_work_s")}
+    ended = [attempt for attempt in ledger if attempt.end is not None]
+    total = {cause: sum(attempt.spent_s(cause) for attempt in ended) for cause in (*CAUSES, "lost_work_s")}
     lost = {cause: seconds for cause, seconds in total.items() if cause not in ("step_s", "suspended_s")}
     return Goodput(
         productive_s=total["step_s"] - total["lost_work_s"],
-        allocated_s=sum(map(held_s, ended)) - total["suspended_s"],
+        allocated_s=sum(attempt.held_s for attempt in ended) - total["suspended_s"],
         losses_s=dict(sorted(lost.items(), key=lambda item: -item[1])),
     )
 

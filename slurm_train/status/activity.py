@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_train.errors import ClusterError, RunError
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import change_times, listed, make_private
 from slurm_train.rundir.jobs import (
     Holder,
@@ -37,6 +36,7 @@ from slurm_train.rundir.jobs import (
     this_process,
     unknown_elsewhere,
 )
+from slurm_train.rundir.ledger import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.pins import lease_path, list_pins, read_leases
 from slurm_train.rundir.scores import follower_of

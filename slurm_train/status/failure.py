@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.formatting import plain
-from slurm_train.rundir.attempts import ledger_entry
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import change_times, listed, read_tail
+from slurm_train.rundir.ledger import Reason, read_attempt
 from slurm_train.rundir.paths import RunDirectory
 
 HEADLINE = "Traceback (most recent call last):"
@@ -135,13 +135,13 @@ class Failure:
 
 def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
     """Returns how an attempt failed, None for one that did not, or that still runs."""
-    entry = ledger_entry(run, attempt)
-    if entry.get("reason") != "failed":
+    found = read_attempt(run, attempt)
+    if found is None or found.reason is not Reason.FAILED:
         return None
-    note = str(entry.get("note", ""))
+    note = found.note
     rank, host, message = _first_failed(run, attempt, note)
     log = None if rank is None else run.rank_log(attempt, rank)
-    is_here = not entry.get("job_id")
+    is_here = found.start.job_id is None
     # An empty one is made for what a crash of the interpreter would write.
     has_log = log is not None and log.is_file() and not (is_here and log.stat().st_size == 0)
     log = log if has_log else None
@@ -175,7 +175,8 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
 
 def first_failed_rank(run: RunDirectory, attempt: int) -> int | None:
     """Returns the rank that failed first as far as is known now, also of an attempt that has not ended yet."""
-    return _first_failed(run, attempt, str(ledger_entry(run, attempt).get("note", "")))[0]
+    found = read_attempt(run, attempt)
+    return _first_failed(run, attempt, "" if found is None else found.note)[0]
 
 
 def _first_failed(run: RunDirectory, attempt: int, note: str) -> tuple[int | None, str, str]:

@@ -19,9 +19,10 @@ from typing import Any
 
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import ClusterError
-from slurm_train.rundir.attempts import check_fence, read_ledger
+from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.events import read_saves
 from slurm_train.rundir.jobs import has_stopped, read_job
+from slurm_train.rundir.ledger import read_ledger
 from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints, name_of, save_path
 from slurm_train.rundir.pins import list_pins, pin_save, read_leases, release_pin, renew_lease
 from slurm_train.rundir.scores import Score, append_score, follower_of, list_followers, read_scores

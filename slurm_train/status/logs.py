@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.attempts import ledger_entry
 from slurm_train.rundir.files import change_times, size_of
 from slurm_train.rundir.jobs import read_job
+from slurm_train.rundir.ledger import read_attempt
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
 _LAST_WORDS_S = 1.0
@@ -47,7 +47,8 @@ def choose_log(run: RunDirectory, *, attempt: int | None, rank: int, after: int 
     candidates = [run.rank_log(number, rank)] if rank >= 0 else []
     candidates.append(run.attempt_logs(number) / "batch.log")
     # Lines of the batch script that are older than this attempt belong to earlier ones.
-    begin_unix_s = float(ledger_entry(run, number).get("time_unix_s", 0.0))
+    begun = read_attempt(run, number)
+    begin_unix_s = 0.0 if begun is None else begun.start.time_unix_s
     if after is None and change_times([batch_log]).get(batch_log, 0.0) >= begin_unix_s:
         candidates.append(batch_log)
     for path in candidates:
@@ -59,14 +60,15 @@ def choose_log(run: RunDirectory, *, attempt: int | None, rank: int, after: int 
 def _wrote_after(run: RunDirectory, attempt: int) -> bool:
     """Returns whether a job that was submitted after an attempt has written to the batch log since that ended."""
     record = read_job(run)
-    entry = ledger_entry(run, attempt)
-    if record is None or "end_time_unix_s" not in entry or str(entry.get("job_id")) in ("None", record.job_id):
+    last = read_attempt(run, attempt)
+    if record is None or last is None or last.end is None or last.start.job_id in (None, record.job_id):
         return False
     log = run.logs / "batch.log"
     # The supervisor of the attempt has a few last words. The newer job may have ended before its id was recorded.
-    return change_times([log]).get(log, 0.0) > float(entry["end_time_unix_s"]) + _LAST_WORDS_S
+    return change_times([log]).get(log, 0.0) > last.end.time_unix_s + _LAST_WORDS_S
 
 
 def is_closed(run: RunDirectory, attempt: int) -> bool:
     """Returns whether the ledger says how an attempt ended."""
-    return "end_time_unix_s" in ledger_entry(run, attempt)
+    found = read_attempt(run, attempt)
+    return found is not None and found.end is not None

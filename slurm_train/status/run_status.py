@@ -19,7 +19,6 @@ from typing import Any
 
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.formatting import as_float, plain
-from slurm_train.rundir.attempts import comes_back, read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import change_times, for_each, last_lines, read_head, read_json, read_tail, size_of
 from slurm_train.rundir.heartbeat import Beat, read_oldest
@@ -36,6 +35,7 @@ from slurm_train.rundir.jobs import (
     read_job,
     unknown_elsewhere,
 )
+from slurm_train.rundir.ledger import Attempt, Reason, read_ledger
 from slurm_train.rundir.lookup import is_own
 from slurm_train.rundir.paths import SETUP_FAILED, RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.signs import read_remarks
@@ -186,7 +186,7 @@ class RunFiles:
     """Its jobs."""
     holder: Holder | None = None
     """The job or process that holds its lock."""
-    ledger: tuple[Mapping[str, Any], ...] = ()
+    ledger: tuple[Attempt, ...] = ()
     line: Mapping[str, Any] = field(default_factory=dict)
     """The newest line with a training loss, {} before the first."""
     max_steps: int | None = None
@@ -231,14 +231,14 @@ class RunFiles:
         return unknown_elsewhere(self.run, self.record, self.elsewhere, self.ledger)
 
     @property
-    def last_attempt(self) -> Mapping[str, Any]:
-        """What the ledger has about the newest attempt, {} before the first."""
-        return self.ledger[-1] if self.ledger else {}
+    def last_attempt(self) -> Attempt | None:
+        """The newest attempt, None before the first."""
+        return self.ledger[-1] if self.ledger else None
 
     @property
     def is_open(self) -> bool:
         """Whether the newest attempt has not recorded how it ended."""
-        return bool(self.ledger) and "end_time_unix_s" not in self.ledger[-1]
+        return bool(self.ledger) and self.ledger[-1].end is None
 
     @property
     def is_settled(self) -> bool:
@@ -251,8 +251,8 @@ def read_files(run: RunDirectory) -> RunFiles:
     ledger = tuple(read_ledger(run))
     holder = read_holder(run.lock)
     record = read_job(run)
-    is_open = bool(ledger) and "end_time_unix_s" not in ledger[-1]
-    attempt = int(ledger[-1]["attempt"]) if ledger else 0
+    is_open = bool(ledger) and ledger[-1].end is None
+    attempt = ledger[-1].number if ledger else 0
     lines_with_loss = [line for line in last_lines(run.metrics) if "loss" in line]
     line: Mapping[str, Any] = lines_with_loss[-1] if lines_with_loss else {}
     checkpoints = list_checkpoints(run.checkpoints)
@@ -278,15 +278,15 @@ def read_files(run: RunDirectory) -> RunFiles:
     )
 
 
-def _read_log(run: RunDirectory, ledger: Sequence[Mapping[str, Any]]) -> Log:
+def _read_log(run: RunDirectory, ledger: Sequence[Attempt]) -> Log:
     """Returns what rank 0 has printed in the newest attempt."""
-    attempts = [int(entry["attempt"]) for entry in ledger]
+    attempts = [attempt.number for attempt in ledger]
     path = run.rank_log(attempts[-1], 0)
     # The first line may be a part of one.
     tail = read_tail(path, _LOG_BYTES).split("\n", 1)[-1] if size_of(path) > _LOG_BYTES else read_tail(path, _LOG_BYTES)
     printed = newest_printed(tail)
     anew = ""
-    if printed is not None and len(attempts) > 1 and "end_time_unix_s" not in ledger[-1]:
+    if printed is not None and len(attempts) > 1 and ledger[-1].end is None:
         before = run.rank_log(attempts[-2], 0)
         found = began_anew(
             read_head(path, _LOG_BYTES),
@@ -442,9 +442,10 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
     # A run may have stopped for good after Slurm was asked; the answer is about its past then.
     is_old = (
         answers
-        and bool(last)
+        and last is not None
+        and last.end is not None
         and files.is_settled
-        and float(last.get("end_time_unix_s", 0)) > now_unix_s - (look.age_s or 0.0)
+        and last.end.time_unix_s > now_unix_s - (look.age_s or 0.0)
     )
     job = None if is_old else _newest_job(files, look)
     job_id = None
@@ -468,7 +469,7 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
     nodelist = None
     if is_running:
         by_slurm = "" if job is None else job.nodelist
-        nodelist = by_slurm or ",".join(map(str, last.get("nodes") or ())) or None
+        nodelist = by_slurm or ",".join(last.start.nodes if last is not None else ()) or None
     return RunStatus(
         subject=subject,
         state=state,
@@ -494,7 +495,7 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
         jobs_ahead=look.jobs_ahead.get(job_id) if job_id is not None else None,
         expected_start_unix_s=_expected_start(job, now_unix_s),
         submit_time_unix_s=files.record.submit_time_unix_s if files.record is not None else None,
-        attempt_start_time_unix_s=as_float(last.get("time_unix_s")),
+        attempt_start_time_unix_s=None if last is None else last.start.time_unix_s,
     )
 
 
@@ -557,10 +558,11 @@ def infer_state(
         return RunState.FINISHED, files.result_note
     last = files.last_attempt
     resume = f"`resume {files.run.run_id}`"
-    is_to_return = comes_back(last)
-    reason = str(last.get("reason"))
+    is_to_return = last is not None and last.comes_back
+    end = None if last is None else last.end
+    reason = Reason.UNKNOWN if end is None else end.reason
     by_slurm = None if job is None else _STATES[job.phase.value.replace(" ", "_")]
-    if job is not None and by_slurm is not None and (job.is_active or not last):
+    if job is not None and by_slurm is not None and (job.is_active or last is None):
         if by_slurm is RunState.QUEUED:
             waits = "its nodes are made ready" if job.word == "CONFIGURING" else explain_reason(job.reason)
             # Not for a run that somebody has submitted again.
@@ -568,7 +570,7 @@ def infer_state(
             return by_slurm, "; ".join(filter(None, [again, waits]))
         if by_slurm is RunState.RUNNING:
             return by_slurm, _HALTED.get(job.word, files.slow_because)
-        if not last:
+        if last is None:
             return by_slurm, never_began(files, job) if by_slurm is RunState.FAILED else ""
     elif files.runs_here:
         return RunState.RUNNING, files.slow_because
@@ -581,19 +583,19 @@ def infer_state(
     if job is not None and by_slurm is not None and _ended_without_attempt(files, job):
         # The newest attempt is that of an earlier job.
         return by_slurm, never_began(files, job)
-    if last and not files.is_open:
+    if end is not None:
         if by_slurm is RunState.CANCELLED and is_to_return:
             # No process was there to record it.
             return by_slurm, f"the job was cancelled while it waited to come back; {resume} continues"
         ended = _STATES.get(_OF_REASON.get(reason, reason), RunState.UNKNOWN)
-        note = str(last.get("note", ""))
+        note = end.note
         if job is not None and by_slurm in _NOT_RETURNED and is_to_return:
             # The supervisor was ended before it could record what became of its request.
             note = f"{reason.replace('_', ' ')}; Slurm did not requeue the job ({job.word}); {resume} continues"
         return by_slurm if by_slurm is RunState.FINISHING else ended, note
     if not slurm_answers and job is None and is_beating:
         return RunState.RUNNING, files.slow_because
-    if not last:
+    if last is None:
         if files.record is None:
             return RunState.NOT_STARTED, ""
         job_id = files.record.job_id
@@ -642,19 +644,13 @@ def _ended_without_attempt(files: RunFiles, job: JobState) -> bool:
     """Returns whether the newest job, or its newest start, has failed after the newest attempt and opened none."""
     last = files.last_attempt
     is_newest = files.job_ids[-1:] == [job.job_id]
-    if not last or not is_newest or job.phase not in _WITHOUT_ATTEMPT:
+    if last is None or not is_newest or job.phase not in _WITHOUT_ATTEMPT:
         return False
-    last_unix_s = _last_time(last)
-    if str(last.get("job_id")) == job.job_id:
+    if last.start.job_id == job.job_id:
         start_unix_s = unix_s(job.start)
-        return not files.is_open and start_unix_s is not None and start_unix_s > last_unix_s
+        return not files.is_open and start_unix_s is not None and start_unix_s > last.last_unix_s
     end_unix_s = unix_s(job.end)
-    return end_unix_s is None or end_unix_s > last_unix_s - _CLOCKS_DIFFER_S
-
-
-def _last_time(attempt: Mapping[str, Any]) -> float:
-    """Returns when an attempt ended, or began where it has recorded no end; 0.0 where there was none."""
-    return float(attempt.get("end_time_unix_s") or attempt.get("time_unix_s") or 0.0)
+    return end_unix_s is None or end_unix_s > last.last_unix_s - _CLOCKS_DIFFER_S
 
 
 def never_began(files: RunFiles, job: JobState) -> str:
@@ -691,15 +687,16 @@ def _last_words(files: RunFiles, job: JobState) -> str:
         return ""
     # Earlier jobs write into the same file.
     is_of_job = written_unix_s >= start_unix_s - _CLOCKS_DIFFER_S
-    if not is_of_job or written_unix_s <= _last_time(files.last_attempt) + 1.0:
+    last = files.last_attempt
+    if not is_of_job or (last is not None and written_unix_s <= last.last_unix_s + 1.0):
         return ""
     lines = [line.strip() for line in plain(read_tail(log, _LAST_WORDS_BYTES)).splitlines() if line.strip()]
-    last = lines[-1:]
-    if last and last[0].startswith(SETUP_FAILED):
-        last = [line for line in lines[-2:] if not line.startswith(_OF_EARLIER_JOBS)]
-    elif last and last[0].startswith("hint: "):
-        last = [line.removeprefix("error: ") for line in lines[-2:] if line.startswith(("error: ", "hint: "))]
-    texts = ("".join(character for character in line if character.isprintable()) for line in last)
+    words = lines[-1:]
+    if words and words[0].startswith(SETUP_FAILED):
+        words = [line for line in lines[-2:] if not line.startswith(_OF_EARLIER_JOBS)]
+    elif words and words[0].startswith("hint: "):
+        words = [line.removeprefix("error: ") for line in lines[-2:] if line.startswith(("error: ", "hint: "))]
+    texts = ("".join(character for character in line if character.isprintable()) for line in words)
     return "; ".join(_FOLDER_OF_SCRIPT.sub("", text) for text in texts)[:_MOST_SHOWN]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import count
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import read_job
+from slurm_train.rundir.ledger import read_ledger
 from slurm_train.rundir.lookup import find_runs, find_sweep
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
@@ -84,8 +84,8 @@ def _active_unix_s(run: RunDirectory) -> float:
     if record is not None:
         times.append(record.submit_time_unix_s)
     ledger = read_ledger(run)
-    if ledger and "time_unix_s" in ledger[-1]:
-        times.append(float(ledger[-1]["time_unix_s"]))
+    if ledger:
+        times.append(ledger[-1].start.time_unix_s)
     if times:
         return max(times)
     try:

@@ -24,13 +24,12 @@ import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
 from slurm_train.formatting import exit_code
-from slurm_train.rundir.attempts import waits_for_person
 from slurm_train.rundir.events import GPU_MEMORY
+from slurm_train.rundir.ledger import Action, Attempt, Reason
 from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.slurm.limits import Limits, in_words, way_out
 from slurm_train.slurm.records import WARNED
@@ -184,25 +183,9 @@ _ADVICE = (
 )
 _ON_NODE = re.compile(r"^(?:ranks? [\d,-]+ on|node failure on|no answer from) (?P<node>[^\s:,\[\]]+)(?::| within |$)")
 
-Reason = Literal[
-    "done",
-    "preempted",
-    "time_limit",
-    "requeued",
-    "signalled",
-    "node_failure",
-    "cancelled",
-    "stopped",
-    "failed",
-    "unknown",
-    "file_system",
-    "growth",
-    "ended_early",
-]
 NODE_FAILURE = "node failure"
 """First words of the cause when a node was lost."""
 _KILLED_BY_WARNING = 128 + signal.SIGUSR2
-Action = Literal["finish", "requeue", "relaunch", "leave", "stop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,32 +281,32 @@ class Decision:
     """Nodes that the next attempt, in the same allocation, does not use."""
 
 
-CANCELLED = Decision("cancelled", "stop", "the job was cancelled; `resume` continues the run")
+CANCELLED = Decision(Reason.CANCELLED, Action.STOP, "the job was cancelled; `resume` continues the run")
 
 
 def decide(outcome: Outcome) -> Decision:
     """Returns the decision for an outcome; see the table in docs/endings.md."""
     # The result is written after the last checkpoint, so how the processes ended afterwards does not matter.
     if outcome.is_finished:
-        return Decision("done", "finish", "the run is finished")
+        return Decision(Reason.DONE, Action.FINISH, "the run is finished")
     if outcome.ended_early:
-        return Decision("ended_early", "stop", f"{outcome.ended_early}; `resume` continues the run")
+        return Decision(Reason.ENDED_EARLY, Action.STOP, f"{outcome.ended_early}; `resume` continues the run")
     reason = _reason(outcome)
-    if reason == "cancelled":
+    if reason is Reason.CANCELLED:
         return CANCELLED
-    if reason == "stopped":
-        return Decision(reason, "stop", "stopped as asked; the same command continues the run")
-    if reason == "node_failure" and not outcome.job.is_requeued:
+    if reason is Reason.STOPPED:
+        return Decision(reason, Action.STOP, "stopped as asked; the same command continues the run")
+    if reason is Reason.NODE_FAILURE and not outcome.job.is_requeued:
         return _decide_loss(outcome)
-    if reason in ("requeued", "node_failure"):
-        prefix = f"{outcome.cause}; " if reason == "node_failure" else ""
-        return Decision(reason, "leave", f"{prefix}Slurm has requeued the job itself")
-    if reason in ("preempted", "time_limit", "signalled", "growth"):
+    if reason in (Reason.REQUEUED, Reason.NODE_FAILURE):
+        prefix = f"{outcome.cause}; " if reason is Reason.NODE_FAILURE else ""
+        return Decision(reason, Action.LEAVE, f"{prefix}Slurm has requeued the job itself")
+    if reason in (Reason.PREEMPTED, Reason.TIME_LIMIT, Reason.SIGNALLED, Reason.GROWTH):
         return _decide_return(outcome, reason)
-    if reason == "unknown":
+    if reason is Reason.UNKNOWN:
         return Decision(
             reason,
-            "stop",
+            Action.STOP,
             "the run saved and stopped; Slurm does not say why, so it is not requeued; `resume` continues it",
         )
     return _decide_failure(outcome)
@@ -334,29 +317,29 @@ def _reason(outcome: Outcome) -> Reason:
     by_slurm = None if job.record is None else slurm_reason(job.record, job.restart_count)
     if outcome.stop_asked:
         # `cancel` leaves a STOP file as well.
-        return "cancelled" if by_slurm == "cancelled" else "stopped"
-    if by_slurm == "requeued" and outcome.cause.startswith(NODE_FAILURE):
-        return "node_failure"
+        return Reason.CANCELLED if by_slurm is Reason.CANCELLED else Reason.STOPPED
+    if by_slurm is Reason.REQUEUED and outcome.cause.startswith(NODE_FAILURE):
+        return Reason.NODE_FAILURE
     if by_slurm is not None:
         return by_slurm
     if outcome.nodes.lost:
-        return "node_failure"
+        return Reason.NODE_FAILURE
     # Ranks may die of the signal that warns of the limit; an unmodified script does.
     was_warned = outcome.exit_code == _KILLED_BY_WARNING or WARNED in outcome.cause
     if was_warned and (job.record is not None or not job.is_slurm):
         # On this machine the same signal passes Ctrl-C on.
-        return "time_limit" if job.is_slurm else "stopped"
+        return Reason.TIME_LIMIT if job.is_slurm else Reason.STOPPED
     if outcome.exit_code != EXIT_REQUEUE:
-        return "failed"
+        return Reason.FAILED
     if job.record is None:
-        return "unknown" if job.is_slurm else "stopped"
+        return Reason.UNKNOWN if job.is_slurm else Reason.STOPPED
     if outcome.growth is not None:
-        return "growth"
+        return Reason.GROWTH
     # Slurm has recorded no reason. The warning of the limit is USR2. A TERM without a record comes from `scancel
     # --signal`, or from the late end of a lost node's step, which may reach the other ranks first.
     if outcome.asked_by == "TERM" or (outcome.asked_by == "another rank" and job.is_early):
-        return "signalled"
-    return "time_limit"
+        return Reason.SIGNALLED
+    return Reason.TIME_LIMIT
 
 
 def slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:
@@ -369,14 +352,14 @@ def slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:
     state = job.get("JobState", "")
     if state == "CANCELLED":
         # Also a job that was being preempted when its user cancelled it.
-        return "cancelled"
+        return Reason.CANCELLED
     if job.get("PreemptTime", "None") not in ("None", "Unknown", ""):
-        return "preempted"
+        return Reason.PREEMPTED
     if is_over_its_limit(job):
-        return "time_limit"
+        return Reason.TIME_LIMIT
     if _restarts(job) > restart_count:
-        return "requeued"
-    return "cancelled" if state == "COMPLETING" else None
+        return Reason.REQUEUED
+    return Reason.CANCELLED if state == "COMPLETING" else None
 
 
 def is_over_its_limit(job: Mapping[str, str]) -> bool:
@@ -390,34 +373,36 @@ def _restarts(job: Mapping[str, str]) -> int:
 
 def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
     if not outcome.settings.enabled:
-        return Decision(reason, "stop", f"{reason}; requeue.enabled=false, so the run waits for `resume`")
+        return Decision(reason, Action.STOP, f"{reason}; requeue.enabled=false, so the run waits for `resume`")
     if outcome.job.is_requeued:
-        return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
+        return Decision(reason, Action.LEAVE, f"{reason}; Slurm has requeued the job itself")
     refusal = _spent(outcome, reason)
     if refusal:
-        return Decision(reason, "stop", f"{reason}; {refusal}")
-    if reason == "growth":
+        return Decision(reason, Action.STOP, f"{reason}; {refusal}")
+    if reason is Reason.GROWTH:
         assert outcome.growth is not None, "the reason comes from it"
         note = f"grows: {outcome.growth.sentence}; Slurm is asked to requeue the job"
-        return Decision(reason, "requeue", note, exclude=outcome.growth.exclude)
+        return Decision(reason, Action.REQUEUE, note, exclude=outcome.growth.exclude)
     is_over = outcome.job.record is not None and is_over_its_limit(outcome.job.record)
-    cause = "signalled to stop, and Slurm has no reason on record" if reason == "signalled" else reason
+    cause = "signalled to stop, and Slurm has no reason on record" if reason is Reason.SIGNALLED else reason
     note = f"{cause}; Slurm is asked to requeue the job, which continues from its checkpoint"
-    return Decision(reason, "requeue", note, is_over=is_over)
+    return Decision(reason, Action.REQUEUE, note, is_over=is_over)
 
 
 def _decide_loss(outcome: Outcome) -> Decision:
     cause = outcome.cause
     if not outcome.settings.enabled:
-        return Decision("node_failure", "stop", f"{cause}; requeue.enabled=false, so the run waits for `resume`")
-    refusal = _spent(outcome, "node_failure")
+        return Decision(
+            Reason.NODE_FAILURE, Action.STOP, f"{cause}; requeue.enabled=false, so the run waits for `resume`"
+        )
+    refusal = _spent(outcome, Reason.NODE_FAILURE)
     if refusal:
-        return Decision("node_failure", "stop", f"{cause}; {refusal}")
+        return Decision(Reason.NODE_FAILURE, Action.STOP, f"{cause}; {refusal}")
     nodes = outcome.nodes
     if nodes.next:
-        return Decision("node_failure", "relaunch", f"{cause}; {_on_others(nodes)}", left_out=nodes.lost)
+        return Decision(Reason.NODE_FAILURE, Action.RELAUNCH, f"{cause}; {_on_others(nodes)}", left_out=nodes.lost)
     note = f"{cause}; the nodes that are left are too few, so Slurm is asked to requeue the job"
-    return Decision("node_failure", "requeue", note, exclude=nodes.bad)
+    return Decision(Reason.NODE_FAILURE, Action.REQUEUE, note, exclude=nodes.bad)
 
 
 def _on_others(nodes: NodesAtEnd) -> str:
@@ -439,23 +424,25 @@ def _decide_failure(outcome: Outcome) -> Decision:
     cause += advice_on(cause, outcome.limits)
     # Wrong use fails in the same way again, so it is not retried.
     if not outcome.job.can_relaunch or outcome.exit_code == EXIT_WRONG_USE:
-        return Decision("failed", "stop", cause)
+        return Decision(Reason.FAILED, Action.STOP, cause)
     failures = outcome.course.failures_without_progress
     if failures >= outcome.settings.max_failures_without_progress:
         note = f"{failures} failures in a row without a new checkpoint: {cause}"
-        return Decision("failed", "stop", note)
+        return Decision(Reason.FAILED, Action.STOP, note)
     if outcome.course.is_repeated:
         note = (
             f"{cause}; the attempt before failed alike and no checkpoint came between, so it is not tried a third time"
         )
-        return Decision("failed", "stop", f"{note}: correct it, then `resume` with --accept code or a setting")
+        return Decision(
+            Reason.FAILED, Action.STOP, f"{note}: correct it, then `resume` with --accept code or a setting"
+        )
     nodes = outcome.nodes
     if nodes.bad and nodes.next:
-        return Decision("failed", "relaunch", f"{cause}; {_on_others(nodes)}", left_out=nodes.bad)
+        return Decision(Reason.FAILED, Action.RELAUNCH, f"{cause}; {_on_others(nodes)}", left_out=nodes.bad)
     if nodes.bad and outcome.settings.enabled:
         note = f"{cause}; Slurm is asked to requeue the job without {','.join(nodes.bad)}"
-        return Decision("failed", "requeue", note, exclude=nodes.bad)
-    return Decision("failed", "relaunch", f"{cause}; the ranks are started again in this allocation")
+        return Decision(Reason.FAILED, Action.REQUEUE, note, exclude=nodes.bad)
+    return Decision(Reason.FAILED, Action.RELAUNCH, f"{cause}; the ranks are started again in this allocation")
 
 
 def advice_on(cause: str, limits: Limits = _UNLIMITED) -> str:
@@ -474,27 +461,15 @@ def advice_on(cause: str, limits: Limits = _UNLIMITED) -> str:
     return ""
 
 
-def made_progress(entry: Mapping[str, Any]) -> bool:
-    """Returns whether an attempt made progress: a new commit where checkpoints are known, else a new step."""
-    first_committed = entry.get("first_committed")
-    last_committed = entry.get("last_committed")
-    if first_committed is not None and last_committed is not None:
-        # It may be lower after a rollback; rollbacks have a limit of their own.
-        return bool(first_committed != last_committed)
-    # Steps that were done before do not count: a run that fails at one step would be started again for ever.
-    step_before = entry.get("step_before", entry.get("first_step"))
-    return int(entry.get("last_step") or 0) > int(step_before or 0)
-
-
-def ends_without_progress(ledger: Sequence[Mapping[str, Any]]) -> Counter[str]:
+def ends_without_progress(ledger: Sequence[Attempt]) -> Counter[str]:
     """Returns how many attempts in a row ended without progress, by kind: "failed", "time_limit", "file_system", ..."""
     counts: Counter[str] = Counter()
-    for entry in reversed(ledger):
-        if "end_time_unix_s" not in entry:
+    for attempt in reversed(ledger):
+        if attempt.end is None:
             continue
-        if made_progress(entry) or waits_for_person(entry):
+        if attempt.made_progress or attempt.waits_for_person:
             break
-        counts[_KINDS.get(str(entry.get("reason")), "failed")] += 1
+        counts[_KINDS.get(attempt.end.reason, "failed")] += 1
     return counts
 
 
@@ -516,16 +491,13 @@ def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int, course:
     return f"{counts[kind]} {ends} in a row without a new checkpoint ({course}): {advice}; `resume` tries again"
 
 
-def course_of(entry: Mapping[str, Any]) -> str:
-    """Returns how long an attempt ran, and how much of it before its first step, from its line in the ledger."""
-    before_s = sum(float(entry.get(cause) or 0.0) for cause in ("start_s", "rendezvous_s", "load_s", "compile_s"))
-    end_unix_s = float(entry.get("end_time_unix_s", 0.0))
-    # A start line may be torn.
-    ran_s = end_unix_s - float(entry.get("time_unix_s", end_unix_s))
-    return f"the last attempt ran {ran_s:.0f} s, {before_s:.0f} s of it before its first step"
+def course_of(attempt: Attempt) -> str:
+    """Returns how long an attempt ran, and how much of it before its first step."""
+    before_s = attempt.spent_s("start_s", "rendezvous_s", "load_s", "compile_s")
+    return f"the last attempt ran {attempt.held_s:.0f} s, {before_s:.0f} s of it before its first step"
 
 
-def starts_without_progress(ledger: Sequence[Mapping[str, Any]], *, job_id: str | None, restart_count: int) -> int:
+def starts_without_progress(ledger: Sequence[Attempt], *, job_id: str | None, restart_count: int) -> int:
     """Returns how many starts of a job in a row, this one included, could not write the files of an attempt.
 
     Args:
@@ -533,9 +505,9 @@ def starts_without_progress(ledger: Sequence[Mapping[str, Any]], *, job_id: str 
         job_id: the job.
         restart_count: how often Slurm had restarted it when this start began.
     """
-    recorded = [int(entry.get("restart_count") or 0) for entry in ledger if entry.get("job_id") == job_id]
+    recorded = [attempt.start.restart_count for attempt in ledger if attempt.start.job_id == job_id]
     without_trace = restart_count - max(recorded, default=-1)
-    return max(without_trace, 0) + ends_without_progress(ledger)["file_system"]
+    return max(without_trace, 0) + ends_without_progress(ledger)[Reason.FILE_SYSTEM]
 
 
 def node_of(cause: str) -> str:
@@ -544,8 +516,9 @@ def node_of(cause: str) -> str:
     return match["node"] if match else ""
 
 
-def last_bad_node(ledger: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the node that the newest attempt failed on without progress, "" if it did not fail or made progress."""
-    if not ledger or ledger[-1].get("reason") != "failed" or made_progress(ledger[-1]):
-        return ""
-    return str(ledger[-1].get("failed_on", ""))
+def last_failed_on(ledger: Sequence[Attempt]) -> tuple[str, ...]:
+    """Returns the nodes that the newest attempt failed on without progress, () if it did not fail or made progress."""
+    newest = ledger[-1] if ledger else None
+    if newest is None or newest.end is None or newest.end.reason is not Reason.FAILED or newest.made_progress:
+        return ()
+    return newest.end.failed_on

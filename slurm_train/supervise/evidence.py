@@ -12,14 +12,14 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE
 from slurm_train.formatting import exit_code
-from slurm_train.rundir.attempts import Round, read_ledger, waits_for_person
+from slurm_train.rundir.attempts import Round
 from slurm_train.rundir.events import (
     FailureMark,
     Finding,
@@ -34,6 +34,7 @@ from slurm_train.rundir.events import (
 )
 from slurm_train.rundir.files import read_tail
 from slurm_train.rundir.heartbeat import has_joined
+from slurm_train.rundir.ledger import Attempt, End, Start, read_ledger
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_account, step_of_attempt
@@ -44,8 +45,7 @@ from slurm_train.supervise.best_effort import BestEffort
 from slurm_train.supervise.decision import (
     NODE_FAILURE,
     ends_without_progress,
-    last_bad_node,
-    made_progress,
+    last_failed_on,
     node_of,
 )
 
@@ -76,19 +76,13 @@ _INSTALLED = ("/lib/python3.", "/lib64/python3.", "/site-packages/", "/dist-pack
 class Evidence:
     """What an attempt left in the run directory."""
 
-    attempt: int
-    entry: Mapping[str, Any]
-    """What the ledger has of the attempt: its start."""
-    progress: Mapping[str, Any]
-    """For the ledger: exit code of srun, first and last step, step before the attempt, newest committed step."""
-    seconds: Mapping[str, float]
-    """For the ledger: where the time went, by cause; {} where it cannot be read."""
-    start_unix_s: float
-    end_unix_s: float
-    ledger: Sequence[Mapping[str, Any]]
+    number: int
+    """Of the attempt."""
+    start: Start
+    end: End
+    """Before it is decided: exit code of srun, steps, newest commit, where the time went, who asked for a stop."""
+    ledger: Sequence[Attempt]
     """The earlier attempts, oldest first."""
-    has_progress: bool
-    """Whether a checkpoint, or a step where checkpoints are not known, was made."""
     findings: Sequence[Finding]
     """Of the preflight, the worst first."""
     mark: FailureMark | None
@@ -105,21 +99,14 @@ class Evidence:
     """Whether the ranks had heartbeats: the trainer's have, and those of a program that has called `session.join`."""
 
     @property
-    def asked_by(self) -> str:
-        """How rank 0 was asked to stop, e.g. "TERM"; "" if it was not, or that is not known."""
-        return str(self.stop.get("asked_by", ""))
+    def attempt(self) -> Attempt:
+        """The attempt, as far as it is known."""
+        return Attempt(self.number, self.start, self.end)
 
     @property
     def earlier_ends(self) -> Counter[str]:
         """Earlier attempts in a row without progress, by what ended them."""
         return ends_without_progress(self.ledger)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the end line of the ledger has besides the decision."""
-        texts = {"asked_by": self.asked_by, "found": codes_of(self.findings)}
-        stated = {name: text for name, text in texts.items() if text}
-        return {**self.progress, **stated, **self.seconds}
 
     @property
     def not_saved(self) -> str:
@@ -197,13 +184,6 @@ def read_evidence(
     step_before = opening.first_step
     first_step = best_effort("the events", lambda: first_step_of(run, attempt, default=step_before), step_before)
     last_step = best_effort("the metrics", lambda: step_of_attempt(run, attempt, default=first_step), first_step)
-    progress: dict[str, Any] = {
-        "exit_code": exit_code,
-        "first_step": first_step,
-        "last_step": last_step,
-        "step_before": step_before,
-        "last_committed": last_committed,
-    }
 
     def account() -> dict[str, float]:
         return read_account(
@@ -214,33 +194,40 @@ def read_evidence(
     if not seconds and has_account:
         # Without an account, all of the time was spent on starting.
         seconds = {"start_s": round(end_unix_s - opening.start_unix_s, 3)}
-    no_lines = list[dict[str, Any]]()
-    lines = best_effort("the ledger", lambda: read_ledger(run), no_lines)
-    entry = next((line for line in lines if line["attempt"] == attempt), {"attempt": attempt})
-    ledger = [line for line in lines if line["attempt"] < attempt]
+    attempts = best_effort("the ledger", lambda: read_ledger(run), list[Attempt]())
+    start = next((one.start for one in attempts if one.number == attempt), Start())
+    ledger = [one for one in attempts if one.number < attempt]
     findings = best_effort("the preflight's record", lambda: findings_of(read_preflight(run, attempt)), list[Finding]())
     marks = best_effort("the marks of the ranks", lambda: read_marks(run, attempt), list[FailureMark]())
     mark = first_of(marks)
     previous_marks: list[FailureMark] = []
     if mark is not None and ledger:
-        previous = int(ledger[-1]["attempt"])
+        previous = ledger[-1].number
         previous_marks = best_effort("the marks of the attempt before", lambda: read_marks(run, previous), [])
-    events = best_effort("the events", lambda: read_events(run, attempt=attempt), no_lines)
+    events = best_effort("the events", lambda: read_events(run, attempt=attempt), list[dict[str, Any]]())
     newest_by_kind = {event.get("event"): event for event in events}
-    return Evidence(
-        attempt=attempt,
-        entry=entry,
-        progress=progress,
+    stop = newest_by_kind.get("stop") or newest_by_kind.get("signal", {})
+    end = End(
+        time_unix_s=end_unix_s,
+        exit_code=exit_code,
+        first_step=first_step,
+        last_step=last_step,
+        step_before=step_before,
+        last_committed=last_committed,
+        asked_by=str(stop.get("asked_by", "")),
+        found=codes_of(findings),
         seconds=seconds,
-        start_unix_s=opening.start_unix_s,
-        end_unix_s=end_unix_s,
+    )
+    return Evidence(
+        number=attempt,
+        start=replace(start, time_unix_s=opening.start_unix_s),
+        end=end,
         ledger=ledger,
-        has_progress=made_progress(entry | progress),
         findings=findings,
         mark=mark,
         marks=marks,
         previous_marks=previous_marks,
-        stop=newest_by_kind.get("stop") or newest_by_kind.get("signal", {}),
+        stop=stop,
         hang=newest_by_kind.get("hang", {}),
         had_joined=best_effort("the heartbeats", lambda: has_joined(run, attempt), False),
     )
@@ -384,7 +371,7 @@ def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> D
     is_same_failure = (
         mark is not None
         and cause in (str(mark), around.placed_mark)
-        and not evidence.has_progress
+        and not evidence.attempt.made_progress
         and any(mark.is_like(earlier) for earlier in evidence.previous_marks)
     )
     cause = _with_kernel(cause, evidence, around)
@@ -401,12 +388,12 @@ def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> D
     to_avoid: tuple[str, ...] = ()
     if around.lost_nodes:
         to_avoid = around.lost_nodes
-    elif bad_nodes or failed_on == _single(last_bad_node(evidence.ledger)):
+    elif bad_nodes or failed_on == last_failed_on(evidence.ledger):
         # The same exception twice in a row comes from the program, not from the node.
-        to_avoid = () if evidence.has_progress or is_same_failure else failed_on
+        to_avoid = () if evidence.attempt.made_progress or is_same_failure else failed_on
     had_begun = not (has_failed and errors) and not around.violent_end.startswith(NO_STEP)
     # srun gives one code for all ranks; the code of the rank that failed first is more exact.
-    exit_code = mark.exit_code if has_failed and mark is not None else int(evidence.progress["exit_code"])
+    exit_code = mark.exit_code if has_failed and mark is not None else evidence.end.exit_code or 0
     if exit_code == EXIT_WRONG_USE and mark is None and around.silent_end:
         # slurmstepd ends so, too, where a node lacks the program; ranks that refuse their input leave a mark.
         exit_code = EXIT_FAILURE
@@ -416,7 +403,7 @@ def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> D
         failed_on=failed_on,
         to_avoid=to_avoid,
         # A person who starts the run again after a stop gets a new first try.
-        is_repeated=is_same_failure and not waits_for_person(evidence.ledger[-1]),
+        is_repeated=is_same_failure and not evidence.ledger[-1].waits_for_person,
         had_begun=had_begun,
         lacks_room=not had_begun and any(error.code == _DISK_FULL for error in errors),
     )
@@ -471,7 +458,7 @@ def _blames_node(cause: str, evidence: Evidence, ends: Sequence[TaskEnd]) -> boo
 
 def _with_kernel(cause: str, evidence: Evidence, around: Surroundings) -> str:
     """Returns the cause; for a killed rank on the head node it also names an oom-kill by the kernel."""
-    was_killed = evidence.progress["exit_code"] == 128 + signal.SIGKILL
+    was_killed = evidence.end.exit_code == 128 + signal.SIGKILL
     is_on_head_node = not cause or (cause.endswith(": Killed") and node_of(cause) == around.head_node)
     if was_killed and is_on_head_node and around.had_oom_kill:
         return f"{cause or 'a rank was killed'} (an oom-kill by the kernel)"

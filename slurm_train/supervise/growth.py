@@ -9,13 +9,12 @@ from the ledger, so it survives a requeue. `srun` decides when to ask, `schedule
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from slurm_train.formatting import duration, number
-from slurm_train.rundir.timing import held_s
+from slurm_train.rundir.ledger import Action, Attempt, Reason
 
 _UNMEASURED_WAIT_S = 30.0
 """Time in the queue and at the end of the ranks, if no requeue of the run was measured."""
@@ -28,7 +27,7 @@ _FEWEST_STEPS = 3
 _NUM_RESTARTS = 3
 _MOST_DOUBLINGS = 10
 _STARTUP = ("start_s", "rendezvous_s", "load_s", "compile_s")
-_ALLOWED_RETURNS = ("requeue", "leave")
+_ALLOWED_RETURNS = (Action.REQUEUE, Action.LEAVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +104,11 @@ def assess(prospect: Prospect) -> Growth:
     )
 
 
-def step_seconds(ledger: Sequence[Mapping[str, Any]], *, nodes: int, larger: int) -> tuple[Measured, Measured] | None:
+def step_seconds(ledger: Sequence[Attempt], *, nodes: int, larger: int) -> tuple[Measured, Measured] | None:
     """Returns what a step takes on two numbers of nodes; None where the first was not measured.
 
     Args:
-        ledger: the run's; the entry of the running attempt has "last_step" and the seconds that it has spent so far.
+        ledger: the run's; the end of the running attempt has its last step and the seconds that it has spent so far.
         nodes: how many the run has.
         larger: how many it could have. If that was never measured, twice the nodes are assumed to need half the time.
     """
@@ -122,16 +121,16 @@ def step_seconds(ledger: Sequence[Mapping[str, Any]], *, nodes: int, larger: int
     return Measured(seconds=step_s), Measured(seconds=larger_step_s)
 
 
-def _newest_step_s(ledger: Iterable[Mapping[str, Any]], nodes: int) -> float | None:
-    for entry in reversed(list(ledger)):
-        steps = int(entry.get("last_step") or 0) - int(entry.get("first_step") or 0)
-        seconds = float(entry.get("step_s") or 0.0) + float(entry.get("data_wait_s") or 0.0)
-        if len(entry.get("nodes") or ()) == nodes and steps >= _FEWEST_STEPS and seconds > 0:
+def _newest_step_s(ledger: Sequence[Attempt], nodes: int) -> float | None:
+    for attempt in reversed(ledger):
+        steps = 0 if attempt.end is None else (attempt.end.last_step or 0) - (attempt.end.first_step or 0)
+        seconds = attempt.spent_s("step_s", "data_wait_s")
+        if len(attempt.start.nodes) == nodes and steps >= _FEWEST_STEPS and seconds > 0:
             return seconds / steps
     return None
 
 
-def restart_seconds(ledger: Sequence[Mapping[str, Any]], *, delay_s: float, save_s: float) -> Measured:
+def restart_seconds(ledger: Sequence[Attempt], *, delay_s: float, save_s: float) -> Measured:
     """Returns what a requeue costs: the longest of the newest requeues that were measured.
 
     If none was measured, it is the sum of the newest start, a save, Slurm's own delay, and half a minute.
@@ -143,24 +142,20 @@ def restart_seconds(ledger: Sequence[Mapping[str, Any]], *, delay_s: float, save
     """
     restarts_s = []
     for earlier, later in pairwise(ledger):
-        is_requeue = earlier.get("action") in _ALLOWED_RETURNS and earlier.get("reason") != "file_system"
-        if not is_requeue or "end_time_unix_s" not in earlier or "start_s" not in later:
+        is_requeue = earlier.action in _ALLOWED_RETURNS and earlier.reason is not Reason.FILE_SYSTEM
+        if not is_requeue or later.end is None or "start_s" not in later.end.seconds:
             continue
-        waited_s = float(later["time_unix_s"]) - float(earlier["end_time_unix_s"])
+        waited_s = later.start.time_unix_s - earlier.last_unix_s
         # The time until a lost node is noticed is no part of a restart that is asked for.
-        ended_s = 0.0 if earlier.get("reason") == "node_failure" else float(earlier.get("end_s") or 0.0)
-        restarts_s.append(ended_s + max(waited_s, 0.0) + _startup_s(later))
+        ended_s = 0.0 if earlier.reason is Reason.NODE_FAILURE else earlier.spent_s("end_s")
+        restarts_s.append(ended_s + max(waited_s, 0.0) + later.spent_s(*_STARTUP))
     if restarts_s:
         return Measured(seconds=save_s + max(restarts_s[-_NUM_RESTARTS:]))
-    start_s = _startup_s(ledger[-1]) if ledger else 0.0
+    start_s = ledger[-1].spent_s(*_STARTUP) if ledger else 0.0
     return Measured(seconds=save_s + delay_s + start_s + _UNMEASURED_WAIT_S, is_estimate=True)
 
 
-def _startup_s(entry: Mapping[str, Any]) -> float:
-    return sum(float(entry.get(cause) or 0.0) for cause in _STARTUP)
-
-
-def wait_seconds(ledger: Sequence[Mapping[str, Any]], *, every_s: float) -> float:
+def wait_seconds(ledger: Sequence[Attempt], *, every_s: float) -> float:
     """Returns how long a run waits between two questions: twice as long for each growth in a row that failed.
 
     Args:
@@ -168,25 +163,20 @@ def wait_seconds(ledger: Sequence[Mapping[str, Any]], *, every_s: float) -> floa
         every_s: `requeue.grow_every_min` in seconds.
     """
     num_failed = 0
-    for index, entry in enumerate(ledger):
-        if entry.get("reason") != "growth" or "grow_to" not in entry:
+    for index, attempt in enumerate(ledger):
+        end = attempt.end
+        if end is None or end.reason is not Reason.GROWTH or end.grow_to is None:
             continue
-        later_entries = ledger[index + 1 :]
-        node_time_s = 0.0
-        for later in later_entries:
-            if len(later.get("nodes") or ()) < int(entry["grow_to"]):
-                break
-            node_time_s += held_s(later)
-        has_paid = node_time_s >= float(entry.get("pays_after_s") or 0.0)
-        has_ended = any(len(later.get("nodes") or ()) < int(entry["grow_to"]) for later in later_entries)
-        if has_paid:
+        is_smaller = [len(later.start.nodes) < end.grow_to for later in ledger[index + 1 :]]
+        num_large = is_smaller.index(True) if any(is_smaller) else len(is_smaller)
+        node_time_s = sum(later.held_s for later in ledger[index + 1 : index + 1 + num_large])
+        if node_time_s >= (end.pays_after_s or 0.0):
             num_failed = 0
-        elif has_ended:
+        elif any(is_smaller):
             num_failed += 1
     return every_s * 2.0 ** min(num_failed, _MOST_DOUBLINGS)
 
 
-def newest_growth_unix_s(ledger: Sequence[Mapping[str, Any]]) -> float:
+def newest_growth_unix_s(ledger: Sequence[Attempt]) -> float:
     """Returns when the run was last requeued for more nodes, 0 if it never was."""
-    ends = [float(entry.get("end_time_unix_s", 0.0)) for entry in ledger if entry.get("reason") == "growth"]
-    return max(ends, default=0.0)
+    return max((attempt.last_unix_s for attempt in ledger if attempt.reason is Reason.GROWTH), default=0.0)

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Literal
 
 from slurm_train.errors import EXIT_ORPHANED, ClusterError
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.files import last_lines, read_json, read_record
+from slurm_train.rundir.ledger import End, read_ledger
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import CAUSES, Spent, last_step, read_notice
 from slurm_train.supervise.best_effort import say
@@ -200,12 +200,14 @@ class GrowthWatch(Judge):
         if spent is None:
             return None
         ledger = read_ledger(run)
-        ledger[-1] |= {
-            "first_step": spent.first_step,
-            "last_step": spent.first_step + spent.steps,
-            "start_s": spent.begin_unix_s - float(ledger[-1]["time_unix_s"]),
-            **{cause: getattr(spent, cause) for cause in CAUSES[1:-1]},
-        }
+        start_s = spent.begin_unix_s - ledger[-1].start.time_unix_s
+        until_now = End(
+            time_unix_s=time.time(),
+            first_step=spent.first_step,
+            last_step=spent.first_step + spent.steps,
+            seconds={"start_s": start_s, **{cause: getattr(spent, cause) for cause in CAUSES[1:-1]}},
+        )
+        ledger[-1] = replace(ledger[-1], end=until_now)
         pace = step_seconds(ledger, nodes=nodes, larger=larger)
         if pace is None:
             return None

@@ -20,9 +20,9 @@ from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.distributed.master import probe_port
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.request.rank_command import RankCommand
-from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
+from slurm_train.rundir.ledger import Action, Start
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.pins import release_pins
 from slurm_train.slurm.allocation import Allocation
@@ -122,7 +122,7 @@ def _bring_pack_back(run: RunDirectory, env: Mapping[str, str]) -> int:
     settings = load_config(run.config).requeue
     job = _job_alone(run, alone, settings)
     decision = return_of(run, job)
-    if decision.action == "stop":
+    if decision.action is Action.STOP:
         return EXIT_FAILURE
     say(f"all runs of job {job.job_id} have ended, and it is requeued for those that continue: {decision.note}")
     return Supervisor(run, job, settings).come_back(decision)
@@ -150,7 +150,7 @@ def supervise_here(
     Raises:
         RunError: the run is active already.
     """
-    start = AttemptStart(job_id=None, restart_count=0, nodes=(socket.gethostname(),), world_size=world_size)
+    start = Start(job_id=None, restart_count=0, nodes=(socket.gethostname(),), world_size=world_size)
     scheduler = Scheduler(start, env)
     supervisor = _build_supervisor(run, config, scheduler, env)
     outlive_terminal(run.logs / "batch.log")

@@ -11,15 +11,15 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.config.secrets import redact
 from slurm_train.formatting import plain
 from slurm_train.rundir.attempts import was_saved
 from slurm_train.rundir.files import last_lines, read_tail
+from slurm_train.rundir.ledger import Attempt
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_program, step_of_attempt
 from slurm_train.status.failure import last_words
@@ -110,7 +110,7 @@ def judge(end: OwnEnd) -> tuple[EndKind, str]:
     return EndKind.FINISHED, ""
 
 
-def read_end(run: RunDirectory, attempt: int, ledger: Sequence[Mapping[str, Any]], *, was_asked: bool) -> OwnEnd:
+def read_end(run: RunDirectory, attempt: int, ledger: Sequence[Attempt], *, was_asked: bool) -> OwnEnd:
     """Returns what is known of the end of an attempt whose ranks have all ended with 0.
 
     Args:
@@ -126,12 +126,12 @@ def read_end(run: RunDirectory, attempt: int, ledger: Sequence[Mapping[str, Any]
     committed = newest_committed_step(run.checkpoints)
     # After a change that a person has accepted, a program may end elsewhere.
     present = ledger[-1]
-    earlier = [entry for entry in ledger[:-1] if entry.get("changes") == present.get("changes")]
-    told_before = [read_program(run, int(entry["attempt"])) for entry in earlier]
-    reached = max((int(entry.get("last_step") or 0) for entry in earlier), default=0)
+    earlier = [before for before in ledger[:-1] if before.start.changes == present.start.changes]
+    told_before = [read_program(run, before.number) for before in earlier]
+    reached = max((before.end.last_step or 0 for before in earlier if before.end is not None), default=0)
     if any(before is not None and before.newest_step > 0 for before in told_before):
         # A program that saves without the session tells no step that could be compared with its checkpoints.
-        reached = max(reached, int(present.get("first_committed") or 0))
+        reached = max(reached, present.start.first_committed or 0)
     step = None
     if told is not None:
         # A program that ends by `os._exit` may have told more than is written.
@@ -142,7 +142,7 @@ def read_end(run: RunDirectory, attempt: int, ledger: Sequence[Mapping[str, Any]
     log = read_tail(run.rank_log(attempt, 0), _LOG_BYTES)
     repeated_line = ""
     if told is None and not reached:
-        repeated_line = _missing_progress(run, [int(entry["attempt"]) for entry in earlier], log)
+        repeated_line = _missing_progress(run, [before.number for before in earlier], log)
     is_missing = told is not None and told.save_step > committed
     return OwnEnd(
         was_asked=was_asked or was_saved(run, attempt),

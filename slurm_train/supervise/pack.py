@@ -8,10 +8,8 @@ finished, or have stopped for good, end at once in the job's next start.
 
 from __future__ import annotations
 
-from typing import Any
-
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import left_jobs
+from slurm_train.rundir.ledger import Action, Attempt, Reason, read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.best_effort import BestEffort
 from slurm_train.supervise.decision import Decision, is_over_its_limit
@@ -50,20 +48,14 @@ def return_of(run: RunDirectory, job: SlurmJob) -> Decision:
     """
     record = job.show_job()
     is_over = record is not None and is_over_its_limit(record)
-    ledger = BestEffort()("the ledger", lambda: read_ledger(run), list[dict[str, Any]]())
-    newest_entry = ledger[-1] if ledger else {}
+    ledger = BestEffort()("the ledger", lambda: read_ledger(run), list[Attempt]())
+    end = ledger[-1].end if ledger else None
     is_left = BestEffort()("the STOP file", lambda: job.job_id in left_jobs(run, [job.job_id], ledger), default=False)
     if is_left:
-        return Decision(newest_entry.get("reason", "stopped"), "stop", str(newest_entry.get("note", "")))
-    this_start = (job.job_id, job.start.restart_count)
-    is_of_this_start = (newest_entry.get("job_id"), newest_entry.get("restart_count")) == this_start
-    is_closed = is_of_this_start and "action" in newest_entry
-    if not is_closed or newest_entry.get("reason") == "file_system":
+        return Decision(Reason.STOPPED if end is None else end.reason, Action.STOP, "" if end is None else end.note)
+    is_of_this_start = bool(ledger) and ledger[-1].start.job_start == job.start.job_start
+    if end is None or end.reason is Reason.FILE_SYSTEM or not is_of_this_start:
         # Its attempt could not be opened or closed; later that may be possible.
         note = "the run could not write its files"
-        return Decision("file_system", "requeue", note, is_over=is_over, delay_s=FIRST_DELAY_S)
-    failed_on = str(newest_entry.get("failed_on") or "")
-    exclude = tuple(filter(None, failed_on.split(",")))
-    return Decision(
-        newest_entry["reason"], "requeue", str(newest_entry.get("note", "")), exclude=exclude, is_over=is_over
-    )
+        return Decision(Reason.FILE_SYSTEM, Action.REQUEUE, note, is_over=is_over, delay_s=FIRST_DELAY_S)
+    return Decision(end.reason, Action.REQUEUE, end.note, exclude=end.failed_on, is_over=is_over)

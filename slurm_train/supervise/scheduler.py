@@ -17,10 +17,11 @@ from typing import TypeVar
 
 from slurm_train.errors import EXIT_ORPHANED, ClusterError
 from slurm_train.request.batch_script import STEP_NAME
-from slurm_train.rundir.attempts import AttemptStart, first_round, read_ledger
+from slurm_train.rundir.attempts import first_round
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.jobs import Holder, this_process
+from slurm_train.rundir.ledger import Action, Reason, Start, read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice
 from slurm_train.slurm.allocation import Allocation, cluster_of, compact_nodelist, het_job_ids, parse_nodelist
@@ -99,7 +100,7 @@ class Scheduler:
     is_shared = False
     """Whether other runs have supervisors of their own in the same job."""
 
-    def __init__(self, start: AttemptStart, env: Mapping[str, str]) -> None:
+    def __init__(self, start: Start, env: Mapping[str, str]) -> None:
         self.start = start
         self.commands = SlurmCommands(env)
         cluster = "" if start.job_id is None else cluster_of(env)
@@ -219,7 +220,7 @@ class SlurmJob(Scheduler):
         # An allocation that is too small is used as it is; srun then reports what is missing.
         nodes = pool.choose() or pool.nodes
         super().__init__(
-            AttemptStart(
+            Start(
                 job_id=self.job_id,
                 restart_count=allocation.restart_count,
                 nodes=nodes,
@@ -332,9 +333,8 @@ class SlurmJob(Scheduler):
 
     def _has_begun_before(self, attempt: int) -> bool:
         """Returns whether ranks of an earlier attempt were started by this start of the job."""
-        this_start = (self.start.job_id, self.start.restart_count)
-        earlier = [line for line in read_ledger(self._run) if line["attempt"] < attempt]
-        return any((line.get("job_id"), line.get("restart_count")) == this_start for line in earlier)
+        earlier = [opened for opened in read_ledger(self._run) if opened.number < attempt]
+        return any(opened.start.job_start == self.start.job_start for opened in earlier)
 
     def requeue(self, decision: Decision) -> bool:
         """Requeues the job, and delays it or excludes nodes as decided."""
@@ -402,10 +402,10 @@ class SlurmJob(Scheduler):
 
     def has_left(self) -> bool:
         """Reads the ledger; where Slurm had not said why the ranks were to stop, the decision to stop was none."""
-        entries = [entry for entry in read_ledger(self._run) if entry.get("job_id") == self.job_id]
-        if not entries or int(entries[-1].get("restart_count") or 0) >= self.start.restart_count:
+        of_job = [attempt for attempt in read_ledger(self._run) if attempt.start.job_id == self.job_id]
+        if not of_job or of_job[-1].start.restart_count >= self.start.restart_count:
             return False
-        return entries[-1].get("action") == "stop" and entries[-1].get("reason") != "unknown"
+        return of_job[-1].action is Action.STOP and of_job[-1].reason is not Reason.UNKNOWN
 
     def is_predecessor_cancelled(self) -> bool:
         """Returns whether the job that this one is to continue was cancelled, as far as Slurm knows."""

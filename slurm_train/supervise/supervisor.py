@@ -23,11 +23,8 @@ from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, RunError
 from slurm_train.metrics import last_numbers
 from slurm_train.rundir.attempts import (
-    NOT_REQUEUED,
-    AttemptStart,
     Round,
     check_held,
-    close_attempt,
     first_round,
     hold_run,
     let_go,
@@ -35,7 +32,6 @@ from slurm_train.rundir.attempts import (
     open_attempt,
     overtaken,
     publish_result,
-    read_ledger,
     read_round,
 )
 from slurm_train.rundir.events import (
@@ -44,6 +40,7 @@ from slurm_train.rundir.events import (
 )
 from slurm_train.rundir.files import NO_SUCH_CALL, change_times, is_there, listed, read_tail
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
+from slurm_train.rundir.ledger import NOT_REQUEUED, Action, Attempt, End, Reason, Start, read_ledger, record_end
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.scores import num_recorded
 from slurm_train.rundir.signs import read_group, read_signs
@@ -92,12 +89,12 @@ _LONGEST_DELAY_S = 3600
 # Errors that do not pass by themselves, besides those of calls that a file system does not have.
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 _LOST_REASONS = {
-    "NODE_FAIL": "node_failure",
-    "BOOT_FAIL": "node_failure",
-    "PREEMPTED": "preempted",
-    "TIMEOUT": "time_limit",
-    "REQUEUED": "requeued",
-    "CANCELLED": "cancelled",
+    "NODE_FAIL": Reason.NODE_FAILURE,
+    "BOOT_FAIL": Reason.NODE_FAILURE,
+    "PREEMPTED": Reason.PREEMPTED,
+    "TIMEOUT": Reason.TIME_LIMIT,
+    "REQUEUED": Reason.REQUEUED,
+    "CANCELLED": Reason.CANCELLED,
 }
 
 Launch = Callable[[int], int]
@@ -110,7 +107,7 @@ class _End:
 
     attempt: int
     outcome: Outcome
-    facts: dict[str, Any]
+    end: End
     """For the end line: exit code, steps, commit, where the time went, who asked for the stop, what was found."""
     earlier_ends: Mapping[str, int]
     """Earlier attempts in a row without a new checkpoint, by what ended them."""
@@ -216,7 +213,7 @@ class Supervisor:
                 return EXIT_FAILURE
             while True:
                 exit_code, decision = self._run_attempt(launch)
-                if decision.action != "relaunch":
+                if decision.action is not Action.RELAUNCH:
                     break
         finally:
             best_effort = BestEffort()
@@ -225,7 +222,7 @@ class Supervisor:
             # A lock that cannot be removed is taken over by this job's next start, or by any job after this one's end.
             best_effort("the lock", lambda: release_lock(run.lock, scheduler.holder), None)
             let_go(run)
-        if decision.action == "requeue" and not scheduler.requeue(decision):
+        if decision.action is Action.REQUEUE and not scheduler.requeue(decision):
             return self._hand_over(decision)
         return self._act(decision, exit_code)
 
@@ -258,7 +255,7 @@ class Supervisor:
             return self._act(decision, EXIT_FAILURE)
         return self._hand_over(decision)
 
-    def _start(self) -> AttemptStart:
+    def _start(self) -> Start:
         return replace(self._scheduler.start, first_committed=self._committed())
 
     def _committed(self) -> int | None:
@@ -267,30 +264,28 @@ class Supervisor:
             return None
         return BestEffort()("the checkpoints", self._committed_step, None)
 
-    def _budget_used_up(self, start: AttemptStart) -> str:
+    def _budget_used_up(self, start: Start) -> str:
         """Returns why a job that Slurm has restarted by itself must not go on, "" where it may; writes it down."""
         ledger = read_ledger(self._run)
         if self._restart_count == 0 or start.first_committed is None or not ledger:
             return ""
         newest = ledger[-1]
-        reason = str(newest.get("reason"))
+        end = newest.end or End(time_unix_s=newest.last_unix_s)
         refusal = used_up(
             ends_without_progress(ledger),
-            reason=reason,
+            reason=end.reason,
             max_returns=self._settings.max_returns_without_progress,
             course=course_of(newest),
         )
         if refusal:
-            facts = {"action": "stop", "note": f"{reason}; {refusal}", "time_unix_s": newest["end_time_unix_s"]}
-            close_attempt(self._run, int(newest["attempt"]), facts)
+            end = replace(end, action=Action.STOP, note=f"{end.reason}; {refusal}")
+            record_end(self._run, newest.number, end)
         return refusal
 
     def _run_attempt(self, launch: Launch) -> tuple[int, Decision]:
         """Runs the ranks once; on return the ledger has both lines of the attempt, unless the second write failed."""
         run = self._run
-        this_start = (self._job_id, self._restart_count)
-        starts = [(entry.get("job_id"), entry.get("restart_count")) for entry in read_ledger(run)]
-        is_first_here = this_start not in starts
+        is_first_here = all(not self._is_of_this_start(earlier) for earlier in read_ledger(run))
         # Ranks that are started again in the same allocation have not waited in the queue.
         queue_s = self._scheduler.queue_s() if is_first_here else 0.0
         start_unix_s = time.time()
@@ -301,8 +296,13 @@ class Supervisor:
         try:
             exit_code = launch(attempt)
         except OSError as err:
-            facts = {"reason": "file_system", "action": "requeue", "note": f"the run could not be started: {err}"}
-            BestEffort()("the ledger", lambda: close_attempt(run, attempt, facts), None)
+            unstarted = End(
+                time_unix_s=time.time(),
+                reason=Reason.FILE_SYSTEM,
+                action=Action.REQUEUE,
+                note=f"the run could not be started: {err}",
+            )
+            BestEffort()("the ledger", lambda: record_end(run, attempt, unstarted), None)
             raise
         # From here to the requeue nothing may raise, and no read or write may block for ever.
         best_effort = BestEffort()
@@ -314,23 +314,20 @@ class Supervisor:
         decision = self._decide(end)
         if end.apart:
             decision = replace(decision, note=f"{decision.note}; {end.apart}")
-        closing: dict[str, Any] = {
-            **end.facts,
-            "reason": decision.reason,
-            "action": decision.action,
-            "note": decision.note + end.not_saved,
-        }
-        if decision.reason == "failed":
-            closing["failed_on"] = ",".join(end.failed_on)
-        if decision.left_out:
-            closing["left_out"] = ",".join(decision.left_out)
-        growth = end.outcome.growth
-        if decision.reason == "growth" and growth is not None:
-            closing["grow_to"] = growth.nodes
-            closing["pays_after_s"] = growth.pays_after_s
-        if queue_s is not None:
-            closing["queue_s"] = queue_s
-        best_effort("the ledger", lambda: close_attempt(run, end.attempt, closing), None)
+        growth = end.outcome.growth if decision.reason is Reason.GROWTH else None
+        closing = replace(
+            end.end,
+            time_unix_s=time.time(),
+            seconds=end.end.seconds if queue_s is None else {**end.end.seconds, "queue_s": queue_s},
+            reason=decision.reason,
+            action=decision.action,
+            note=decision.note + end.not_saved,
+            failed_on=end.failed_on if decision.reason is Reason.FAILED else (),
+            left_out=decision.left_out,
+            grow_to=None if growth is None else growth.nodes,
+            pays_after_s=None if growth is None else growth.pays_after_s,
+        )
+        best_effort("the ledger", lambda: record_end(run, end.attempt, closing), None)
         say(f"attempt {end.attempt}: {decision.note}")
         self._notify_of_end(end, decision, best_effort)
         return exit_code or end.outcome.exit_code, decision
@@ -343,14 +340,14 @@ class Supervisor:
         attempt = end.attempt
         if end.is_hung:
             self._send("hung", note, attempt=attempt, once=f"attempt {attempt}")
-        if decision.action == "finish":
+        if decision.action is Action.FINISH:
             self._send("finished", note, attempt=attempt)
-        elif decision.action == "stop" and decision.reason not in ("cancelled", "stopped"):
+        elif decision.action is Action.STOP and decision.reason not in (Reason.CANCELLED, Reason.STOPPED):
             self._send("failed", note, attempt=attempt, once=f"attempt {attempt}")
-        elif decision.action in ("requeue", "leave"):
-            ledger = best_effort("the ledger", lambda: read_ledger(self._run), list[dict[str, Any]]())
-            interrupted = [entry for entry in ledger if entry.get("reason") != "growth"]
-            returns = sum(entry.get("action") in ("requeue", "leave", "lost") for entry in interrupted)
+        elif decision.action in (Action.REQUEUE, Action.LEAVE):
+            ledger = best_effort("the ledger", lambda: read_ledger(self._run), list[Attempt]())
+            interrupted = [attempt for attempt in ledger if attempt.reason is not Reason.GROWTH]
+            returns = sum(attempt.action in (Action.REQUEUE, Action.LEAVE, Action.LOST) for attempt in interrupted)
             if returns > self._settings.notify_after:
                 self._send("requeued", f"for the {returns}. time: {note}", attempt=attempt)
 
@@ -399,7 +396,7 @@ class Supervisor:
             is_finished=kind is EndKind.FINISHED or best_effort("the result", lambda: is_there(run.result), False),
             ended_early=ended_early,
             stop_asked=stop_asked,
-            asked_by=evidence.asked_by,
+            asked_by=evidence.end.asked_by,
             cause=diagnosis.cause,
             growth=scheduler.growth,
             limits=read_limits(),
@@ -411,7 +408,7 @@ class Supervisor:
         return _End(
             attempt=attempt,
             outcome=outcome,
-            facts=evidence.facts,
+            end=evidence.end,
             earlier_ends=evidence.earlier_ends,
             failed_on=diagnosis.failed_on,
             lacks_room=diagnosis.lacks_room,
@@ -425,7 +422,7 @@ class Supervisor:
             is_slurm=self._job_id is not None,
             record=job,
             restart_count=self._restart_count,
-            is_early=job is not None and self._is_early(job, evidence.end_unix_s),
+            is_early=job is not None and self._is_early(job, evidence.end.time_unix_s),
             can_relaunch=self._can_relaunch(diagnosis, had_joined=evidence.had_joined, is_hung=bool(evidence.hang)),
         )
 
@@ -481,19 +478,14 @@ class Supervisor:
 
     def _course(self, evidence: Evidence, *, is_repeated: bool) -> Course:
         """Returns the course of the run up to the attempt that has ended."""
-        lacks_progress = not evidence.has_progress
-        is_known = not self._is_own_code or evidence.progress["last_committed"] is not None
+        lacks_progress = not evidence.attempt.made_progress
+        is_known = not self._is_own_code or evidence.end.last_committed is not None
         earlier_ends = evidence.earlier_ends
-        times = {
-            "time_unix_s": evidence.start_unix_s,
-            **evidence.seconds,
-            "end_time_unix_s": evidence.end_unix_s,
-        }
         return Course(
             failures_without_progress=earlier_ends["failed"] + 1 if lacks_progress else 0,
             earlier_ends=earlier_ends if lacks_progress and is_known else None,
             is_repeated=is_repeated,
-            summary=course_of(times),
+            summary=course_of(evidence.attempt),
         )
 
     def _judge(
@@ -506,17 +498,17 @@ class Supervisor:
         stop_asked: bool,
     ) -> tuple[EndKind | None, str]:
         """Returns what it means that a user's own code has ended with 0, and why it was early; None of other ends."""
-        if not self._is_own_code or evidence.progress["exit_code"] != EXIT_DONE or around.lost_nodes:
+        if not self._is_own_code or evidence.end.exit_code != EXIT_DONE or around.lost_nodes:
             return None, ""
         by_slurm = None if job is None else slurm_reason(job, self._restart_count)
         if job is not None and by_slurm is None and job.get("JobState") != "RUNNING":
             # srun ends with 0 after a node failure, too; the job's state tells the two apart.
             return None, ""
-        was_asked = bool(stop_asked or by_slurm or evidence.asked_by or self._scheduler.growth)
-        ledger = [*evidence.ledger, evidence.entry]
+        was_asked = bool(stop_asked or by_slurm or evidence.end.asked_by or self._scheduler.growth)
+        ledger = [*evidence.ledger, evidence.attempt]
         end = best_effort(
             "the end of the program",
-            lambda: read_end(self._run, evidence.attempt, ledger, was_asked=was_asked),
+            lambda: read_end(self._run, evidence.number, ledger, was_asked=was_asked),
             OwnEnd(was_asked=was_asked),
         )
         return judge(end)
@@ -561,34 +553,34 @@ class Supervisor:
         decision = decide(end.outcome)
         cause = end.outcome.cause
         # `cancel` leaves a STOP file as well, and a job that was being preempted does not show that it was cancelled.
-        may_be_cancelled = decision.action == "requeue" or decision.reason == "stopped"
+        may_be_cancelled = decision.action is Action.REQUEUE or decision.reason is Reason.STOPPED
         if may_be_cancelled and self._is_cancelled(end.outcome.job.record):
             return CANCELLED
         # A job that Slurm has restarted and that found too little free space on the disk waits for space.
         tries = end.earlier_ends.get("file_system", 0) + 1
         may_wait = self._settings.enabled and self._restart_count > 0 and tries <= _MOST_FAILED_STARTS
-        if decision.reason == "failed" and end.lacks_room and may_wait:
+        if decision.reason is Reason.FAILED and end.lacks_room and may_wait:
             return _later(cause, tries)
-        if decision.action == "relaunch":
+        if decision.action is Action.RELAUNCH:
             cleared = BestEffort()("the step", lambda: self._scheduler.clear(end.attempt), False, asks_slurm=True)
             if not cleared:
                 note = f"{cause}; nothing more can be started in this allocation, so Slurm is asked to requeue the job"
-                return replace(decision, action="requeue", note=note, left_out=())
+                return replace(decision, action=Action.REQUEUE, note=note, left_out=())
             if decision.left_out:
                 self._scheduler.use(end.outcome.nodes.next, without=decision.left_out)
-        if decision.reason == "requeued" and self._job_id is not None:
+        if decision.reason is Reason.REQUEUED and self._job_id is not None:
             # After a preemption without grace time the job's own record says only that it was restarted.
             state = _nth(self._scheduler.past_ends(self._job_id), self._restart_count)
             if state == "PREEMPTED":
-                return replace(decision, reason="preempted", note=f"preempted; {decision.note}")
+                return replace(decision, reason=Reason.PREEMPTED, note=f"preempted; {decision.note}")
             if state == "NODE_FAIL":
-                return replace(decision, reason="node_failure", note=f"a node was lost; {decision.note}")
+                return replace(decision, reason=Reason.NODE_FAILURE, note=f"a node was lost; {decision.note}")
         return decision
 
     def _act(self, decision: Decision, exit_code: int) -> int:
-        if decision.action == "finish":
+        if decision.action is Action.FINISH:
             return EXIT_DONE
-        if decision.action in ("requeue", "leave"):
+        if decision.action in (Action.REQUEUE, Action.LEAVE):
             self._scheduler.wait_for_requeue(decision)
             return EXIT_REQUEUE
         return exit_code or EXIT_FAILURE
@@ -598,30 +590,32 @@ class Supervisor:
         scheduler = self._scheduler
         if self._is_cancelled(scheduler.show_job()):
             # The job was cancelled after the decision, so the requeue did nothing, and no other job is wanted.
-            self._record_outcome(reason=CANCELLED.reason, action=CANCELLED.action, note=CANCELLED.note)
+            self._record_outcome(CANCELLED.note, reason=CANCELLED.reason, action=CANCELLED.action)
             return EXIT_FAILURE
         new_id = BestEffort()("another job", lambda: scheduler.resubmit(decision), "", asks_slurm=True)
         if new_id:
             note = f"{decision.reason}; this job cannot be requeued; job {new_id} takes over when it has ended"
-            self._record_outcome(note=note)
+            self._record_outcome(note)
             return EXIT_REQUEUE
         refusals = "; ".join(scheduler.refusals) or "Slurm did not confirm the requeue"
         note = f"{decision.reason}; {refusals}; `resume` continues the run"
-        attempt = self._record_outcome(outcome=NOT_REQUEUED, note=note)
+        attempt = self._record_outcome(note, outcome=NOT_REQUEUED)
         self._send("failed", note, attempt=attempt, once=f"attempt {attempt}")
         return EXIT_FAILURE
 
-    def _record_outcome(self, **facts: str) -> int:
+    def _record_outcome(self, note: str, **facts: Any) -> int:
         """Adds what became of the decision to the attempt of this start, if it has opened one; returns its number."""
         best_effort = BestEffort()
-        ledger = best_effort("the ledger", lambda: read_ledger(self._run), list[dict[str, Any]]())
-        newest = ledger[-1] if ledger else {}
-        attempt = int(newest.get("attempt", 0))
-        say(f"attempt {attempt}: {facts['note']}")
-        if (newest.get("job_id"), newest.get("restart_count")) == (self._job_id, self._restart_count):
-            times = {"time_unix_s": newest["end_time_unix_s"]} if "end_time_unix_s" in newest else {}
-            best_effort("the ledger", lambda: close_attempt(self._run, attempt, {**facts, **times}), None)
-        return attempt
+        ledger = best_effort("the ledger", lambda: read_ledger(self._run), list[Attempt]())
+        newest = ledger[-1] if ledger else Attempt(0, Start())
+        say(f"attempt {newest.number}: {note}")
+        if ledger and self._is_of_this_start(newest):
+            end = replace(newest.end or End(time_unix_s=time.time()), note=note, **facts)
+            best_effort("the ledger", lambda: record_end(self._run, newest.number, end), None)
+        return newest.number
+
+    def _is_of_this_start(self, attempt: Attempt) -> bool:
+        return attempt.start.job_start == self._scheduler.start.job_start
 
     def _is_cancelled(self, job: Mapping[str, str] | None) -> bool:
         """Returns whether somebody cancelled this job, which is ending, perhaps in the grace time of a preemption.
@@ -632,7 +626,7 @@ class Supervisor:
         """
         if job is None or self._job_id is None:
             return False
-        if slurm_reason(job, self._restart_count) == "cancelled":
+        if slurm_reason(job, self._restart_count) is Reason.CANCELLED:
             return True
         is_ending = job.get("JobState") in ("COMPLETING", "CANCELLED")
         if not is_ending or int(job.get("Restarts", "0")) > self._restart_count:
@@ -640,9 +634,7 @@ class Supervisor:
         return _nth(self._scheduler.past_ends(self._job_id), self._restart_count) == "CANCELLED"
 
 
-def close_lost(
-    run: RunDirectory, start: AttemptStart, *, past_ends: Callable[[str], Sequence[str]], last_step: int
-) -> None:
+def close_lost(run: RunDirectory, start: Start, *, past_ends: Callable[[str], Sequence[str]], last_step: int) -> None:
     """Writes the end line of every attempt that has none because its supervisor was killed or lost with its node.
 
     Ranks that are slower than Slurm's KillWait after a preemption or a requeue leave the supervisor no time, either.
@@ -653,13 +645,12 @@ def close_lost(
         past_ends: returns the states in which the earlier starts of a job ended, oldest first; empty if unknown.
         last_step: the furthest recorded step, for an attempt that has recorded none.
     """
-    for entry in read_ledger(run):
-        if "end_time_unix_s" in entry:
+    for lost in read_ledger(run):
+        if lost.end is not None:
             continue
-        attempt = int(entry["attempt"])
-        job_id = entry.get("job_id")
-        index = int(entry.get("restart_count") or 0)
-        start_unix_s = float(entry.get("time_unix_s", 0.0))
+        attempt = lost.number
+        job_id, index = lost.start.job_start
+        start_unix_s = lost.start.time_unix_s
         state = _nth(past_ends(str(job_id)) if job_id else (), index)
         if not state and job_id:
             # Without accounting, or before it has the end; Slurm's times are whole seconds.
@@ -667,20 +658,26 @@ def close_lost(
             state = state_in_batch_log(batch_log, since_unix_s=math.floor(start_unix_s))
         # A living supervisor closes its attempt whatever happens to the job, so this one was lost with its node.
         was_restarted = job_id is not None and job_id == start.job_id and start.restart_count > index
-        reason = _LOST_REASONS.get(state, "node_failure" if was_restarted else "lost")
+        reason = _LOST_REASONS.get(state, Reason.NODE_FAILURE if was_restarted else Reason.LOST)
         note = "its supervisor was killed or lost"
         if state:
             note += f"; Slurm calls it {state}{advice_on(state)}"
-        facts: dict[str, Any] = {"reason": reason, "action": "lost", "note": note}
-        attempt_step = step_of_attempt(run, attempt, default=last_step)
-        facts |= {"last_step": attempt_step, "last_committed": start.first_committed}
         end_unix_s = start_unix_s
         # The end is estimated from the times of files; if these cannot be read, the run goes on.
         with contextlib.suppress(OSError):
             end_unix_s = max([start_unix_s, *change_times(listed(run.attempt_logs(attempt))).values()])
         # How many steps of an earlier attempt it repeated is no longer known.
         seconds = read_account(run, attempt, start_unix_s=start_unix_s, end_unix_s=end_unix_s, step_before=0)
-        close_attempt(run, attempt, {**facts, **seconds, "time_unix_s": end_unix_s})
+        end = End(
+            time_unix_s=end_unix_s,
+            last_step=step_of_attempt(run, attempt, default=last_step),
+            last_committed=start.first_committed,
+            seconds=seconds,
+            reason=reason,
+            action=Action.LOST,
+            note=note,
+        )
+        record_end(run, attempt, end)
 
 
 def refused_code(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> int | None:
@@ -735,7 +732,7 @@ def _moved(run: RunDirectory) -> RunError | None:
 def _later(problem: str, tries: int) -> Decision:
     delay_s = min(FIRST_DELAY_S << max(tries - 1, 0), _LONGEST_DELAY_S)
     note = f"{problem}; Slurm is asked to requeue the job, for {delay_s} s later"
-    return Decision("file_system", "requeue", note, delay_s=delay_s)
+    return Decision(Reason.FILE_SYSTEM, Action.REQUEUE, note, delay_s=delay_s)
 
 
 def _nth(states: Sequence[str], index: int) -> str:

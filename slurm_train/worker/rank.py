@@ -14,6 +14,7 @@ import gc
 import importlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -43,11 +44,9 @@ from slurm_train.errors import (
     exit_status,
 )
 from slurm_train.rundir.attempts import (
-    AttemptStart,
     attempt_secret,
     begin_round,
     check_fence,
-    close_attempt,
     end_publishing,
     hold_run,
     note_saved,
@@ -58,6 +57,7 @@ from slurm_train.rundir.attempts import (
 from slurm_train.rundir.events import FailureMark, leave_mark, message_of, place_of
 from slurm_train.rundir.files import is_there, open_file, read_json
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
+from slurm_train.rundir.ledger import Action, End, Reason, Start, record_end
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.timing import step_of_attempt
@@ -515,7 +515,7 @@ def _begin(
         if is_there(run.stop_file):
             # Ranks that were restarted while the others stopped must not begin either.
             raise RunError(f"{run.stop_file} is there, so nothing is started", hint=f"remove it: rm {run.stop_file}")
-    start = AttemptStart(
+    start = Start(
         job_id=None,
         restart_count=0,
         nodes=nodes,
@@ -538,16 +538,17 @@ def _leave_restart(run: RunDirectory, attempt: int, code: int, *, closes: bool) 
         opening = read_round(run, attempt)
         is_done = code == EXIT_DONE and not was_saved(run, attempt)
         step_before = 0 if opening is None else opening.first_step
-        facts = {
-            "exit_code": code,
-            "reason": "done" if is_done else "stopped",
-            "action": "finish" if is_done else "stop",
-            "note": "the run is finished" if is_done else "saved and stopped; the same command continues the run",
-            "first_step": first_step_of(run, attempt, default=step_before),
-            "last_step": step_of_attempt(run, attempt, default=step_before),
-            "step_before": step_before,
-        }
-        close_attempt(run, attempt, facts)
+        end = End(
+            time_unix_s=time.time(),
+            exit_code=code,
+            reason=Reason.DONE if is_done else Reason.STOPPED,
+            action=Action.FINISH if is_done else Action.STOP,
+            note="the run is finished" if is_done else "saved and stopped; the same command continues the run",
+            first_step=first_step_of(run, attempt, default=step_before),
+            last_step=step_of_attempt(run, attempt, default=step_before),
+            step_before=step_before,
+        )
+        record_end(run, attempt, end)
     if code == EXIT_REQUEUE:
         note_saved(run, attempt)
         return EXIT_DONE

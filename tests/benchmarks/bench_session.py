@@ -18,8 +18,9 @@ from pathlib import Path
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
-from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.joined import JoinedSession
 from slurm_train.session.signals import StopFlag
@@ -32,7 +33,7 @@ def join(folder: Path) -> JoinedSession:
     """Returns the session of a run of one rank."""
     run = RunDirectory(folder / "runs" / "bench" / "0123456789ab")
     run.path.mkdir(parents=True)
-    attempt = open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1))
+    attempt = open_attempt(run, Start(job_id=None, restart_count=0, nodes=("here",), world_size=1))
     return JoinedSession(run, RunConfig(), ALONE, {}, attempt=attempt, stop=StopFlag(), heartbeat=Heartbeat())
 
 

@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.files import read_lines
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.options import read_options
@@ -124,7 +125,7 @@ def srun_line(person: Person, size: str, *words: str) -> tuple[RunDirectory, lis
     # A rank waits for the secret of its attempt, which the supervisor makes elsewhere.
     nodes, ranks = hosts(), math.prod(map(int, size.split("x")))
     job_id = os.environ["SLURM_JOB_ID"]
-    open_attempt(run, AttemptStart(job_id=job_id, restart_count=0, nodes=tuple(nodes), world_size=ranks))
+    open_attempt(run, Start(job_id=job_id, restart_count=0, nodes=tuple(nodes), world_size=ranks))
     script = run.submit_script.read_text().replace("\\\n", " ")
     line = next(line for line in script.splitlines() if "supervise" in line)
     return run, [word.replace("{attempt}", "0") for word in shlex.split(line.partition(" -- ")[2])]

@@ -29,14 +29,16 @@ from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.manifest import Manifest, write_file
 from slurm_train.checkpoint.verify import newest_committed_step, survey, verify
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.events import AcceptedChange, read_changes, record_change
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.supervise.supervisor import close_lost
 from slurm_train.train.continuity import Continuity
 from tests.campaigns.checkpoint_faults import in_memory
 from tests.campaigns.record import Tally
+from tests.support.ledgers import close_attempt
 from tests.support.small_checkpoints import make_header
 
 ATTEMPTS = 12
@@ -174,7 +176,7 @@ class _Attempt:
     def __init__(self, history: History) -> None:
         run, self.history, self.dice = history.run, history, history.dice
         first_committed = newest_committed_step(run.checkpoints)
-        start = AttemptStart(job_id=None, restart_count=0, nodes=("n",), world_size=1, first_committed=first_committed)
+        start = Start(job_id=None, restart_count=0, nodes=("n",), world_size=1, first_committed=first_committed)
         close_lost(run, start, past_ends=lambda _: (), last_step=0)
         self.number = open_attempt(run, start)
         disk = self.dice.choice(history.disks)

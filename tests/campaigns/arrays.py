@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
 from slurm_train.slurm.records import parse_record
 from tests.campaigns.record import Tally
 from tests.support import light_training
 from tests.support.command_line import Person, new_project
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import command, losses
 from tests.support.waiting import wait_for
 
@@ -144,7 +144,7 @@ def _look(job: str, elements: Sequence[Element], requeued: Sequence[int]) -> lis
     counted = restarts(job)
     seen = []
     for element in elements:
-        reasons = [entry.get("reason") for entry in read_ledger(element.run)]
+        reasons = [entry.get("reason") for entry in ledger_lines(element.run)]
         seen.append(
             Seen(
                 index=element.index,
@@ -160,5 +160,5 @@ def _look(job: str, elements: Sequence[Element], requeued: Sequence[int]) -> lis
 
 
 def _is_over(element: Element) -> bool:
-    ledger = read_ledger(element.run)
+    ledger = ledger_lines(element.run)
     return bool(ledger) and ledger[-1].get("action") in ("finish", "stop")

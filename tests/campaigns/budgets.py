@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Tally
 from tests.campaigns.victims import PATIENCE_S, Fleet, Victim, figures_of, golden_run
 from tests.support.cluster_faults import node_down, preempted_by_urgent, take_nodes
 from tests.support.command_line import TINY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import at_work, job_state
 from tests.support.waiting import wait_for
 
@@ -120,7 +120,7 @@ def no_progress(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[s
                     within_s=PATIENCE_S,
                     what=f"attempt {attempt}",
                 )
-                with node_down(read_ledger(run)[-1]["nodes"][0]):
+                with node_down(ledger_lines(run)[-1]["nodes"][0]):
                     wait_for(lambda: job_state(job) != "RUNNING", within_s=60, what="the end of the job")
             note = "2 lost nodes in a row without a new checkpoint ("
             problems += _stopped(job, run, 2, reason="node_failure", note=note)
@@ -135,11 +135,11 @@ def _stopped(
     job: str, run: RunDirectory, num_attempts: int, *, reason: str, note: str, within_s: float = PATIENCE_S
 ) -> list[str]:
     def has_stopped() -> bool:
-        stopped = any(entry.get("action") == "stop" for entry in read_ledger(run))
+        stopped = any(entry.get("action") == "stop" for entry in ledger_lines(run))
         return stopped and job_state(job) in ("FAILED", "TIMEOUT")
 
     wait_for(has_stopped, within_s=within_s, what=f"the end of {run.path}")
-    return stop_problems(read_ledger(run), num_attempts, reason=reason, note=note)
+    return stop_problems(ledger_lines(run), num_attempts, reason=reason, note=note)
 
 
 def stop_problems(ledger: Sequence[Mapping[str, Any]], num_attempts: int, *, reason: str, note: str) -> list[str]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from slurm_train.errors import ClusterError
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
@@ -25,6 +24,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from tests.campaigns.record import Tally, first_line, only_true
 from tests.support.cluster_faults import qos_pair
 from tests.support.command_line import TINY, WIDE_MODULE, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.process_faults import kill, rank_pid
 from tests.support.slurm_runs import at_work, cancel_all, command
 from tests.support.waiting import wait_for
@@ -334,7 +334,7 @@ def _judge(one: Cancelled, status: dict[str, str], named: list[str], commands: S
     of_name = {job_id for job_id, _, name in pairs if name == f"{one.run.name}-{one.run.run_id}"}
     assert one.job in of_name, f"squeue does not show job {one.job}"
     known = {str(job_id) for job_id in (read_json(one.run.job) or {}).get("job_ids", [])}
-    starts = [entry["time_unix_s"] for entry in read_ledger(one.run)]
+    starts = [entry["time_unix_s"] for entry in ledger_lines(one.run)]
     assert len(starts) == len(existing_attempts(one.run)), f"{one.run.path}: an attempt is not in the ledger"
     return what_is_wrong(
         form=one.trial.form,

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json, read_lines
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
+from tests.support.ledgers import ledger_lines
 from tests.support.waiting import repeating
 
 COMPARED = ("samples", "loss", "lr", "grad_norm", "samples_digest")
@@ -96,7 +96,7 @@ def read_history(run: RunDirectory, *, seen: Iterable[Look] = (), faults: Iterab
         opened_unix_s={
             attempt: (run.epochs / f"attempt_{attempt}").stat().st_mtime for attempt in existing_attempts(run)
         },
-        ledger=tuple(read_ledger(run)),
+        ledger=tuple(ledger_lines(run)),
         seen=(*seen, look(run)),
         consumed=tuple(_consumed(run)),
         faults=tuple(faults),

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.cancel import LATE_S
 from tests.campaigns.record import Tally
 from tests.support.command_line import Person
+from tests.support.ledgers import ledger_lines
 from tests.support.light_runs import WORDS, active_jobs, add_program, lives, problems_of
 from tests.support.slurm_runs import at_work, command
 from tests.support.waiting import wait_for
@@ -114,7 +114,7 @@ def _make(person: Person, trial: _Trial, programs: str, counted: Counter[str]) -
     counted.update(submitted=(run.path / "submitted").exists(), begun=len(lives(run)) > 1)
     if active := active_jobs(run):
         yield f"jobs {', '.join(active)} are alive {_WATCH_S:.0f} s after the cancel"
-    begun = [(entry["job_id"], float(entry["time_unix_s"])) for entry in read_ledger(run)]
+    begun = [(entry["job_id"], float(entry["time_unix_s"])) for entry in ledger_lines(run)]
     # Ranks that were being started get the signal when they are there, and KillWait to end in.
     begun += [(life.job, life.end_unix_s - LATE_S) for life in lives(run)]
     late = [(job, begin - over_unix_s) for job, begin in begun if begin > over_unix_s]

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
 from tests.campaigns.record import Tally
 from tests.support.command_line import TINY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import at_work, command, wait_until_step
 from tests.support.waiting import wait_for
 
@@ -116,6 +116,6 @@ def waiting_again(person: Person) -> Iterator[str]:
     if done.code or done.out:
         yield f"typed again: code {done.code}, {done.out!r}"
     for run in runs:
-        reasons = [entry.get("reason") for entry in read_ledger(run)]
+        reasons = [entry.get("reason") for entry in ledger_lines(run)]
         if reasons != ["done"]:
             yield f"{run.path.name}: attempts ended with {reasons}"

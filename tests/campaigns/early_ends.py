@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RequeueSection, RunConfig
-from slurm_train.rundir.attempts import AttemptStart, read_ledger
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor
 from slurm_train.worker import script_main
 from tests.campaigns.record import Tally
+from tests.support.ledgers import ledger_lines
 from tests.support.waiting import wait_for
 
 STEPS = 16
@@ -175,7 +176,7 @@ class _Job(Scheduler):
     """A job that is requeued whenever that is asked for; its record says what the trial says."""
 
     def __init__(self, restart_count: int) -> None:
-        super().__init__(AttemptStart(job_id="7", restart_count=restart_count, nodes=("here",), world_size=1), {})
+        super().__init__(Start(job_id="7", restart_count=restart_count, nodes=("here",), world_size=1), {})
         self.is_preempted = False
 
     def show_job(self) -> dict[str, str]:
@@ -249,7 +250,7 @@ def _live_once(directory: RunDirectory, program: Path, attempt: int, stop: str, 
         return code if code >= 0 else 128 - code
 
     Supervisor(directory, job, RequeueSection(), is_own_code=True).supervise(launch)
-    return str(read_ledger(directory)[-1].get("reason"))
+    return str(ledger_lines(directory)[-1].get("reason"))
 
 
 def _environment(directory: RunDirectory, attempt: int) -> dict[str, str]:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurm_train.config.frozen import dump_config, load_config
-from slurm_train.rundir.attempts import AttemptStart, withdraw_result
+from slurm_train.rundir import ledger
+from slurm_train.rundir.attempts import withdraw_result
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
 from slurm_train.rundir.pins import renew_lease
@@ -55,7 +56,7 @@ class EvaluatorLife(Life):
 
     def lose_supervisor(self, after_s: float) -> bool:
         """Starts an attempt and loses its supervisor after a time; its ranks live on. Returns whether it was lost."""
-        start = AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=self.world_size)
+        start = ledger.Start(job_id=None, restart_count=0, nodes=("here",), world_size=self.world_size)
         lost = threading.Event()
 
         def launch(number: int) -> int:

@@ -26,7 +26,6 @@ from pathlib import Path
 
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import ClusterSection, RunConfig
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.records import parse_record
 from tests.campaigns.checker import History
@@ -35,6 +34,7 @@ from tests.campaigns.victims import PATIENCE_S, Victim, golden_run
 from tests.support.cluster_faults import mounted_over, take_nodes
 from tests.support.command_line import Person
 from tests.support.failing_writes import FailingWrites
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import at_work, command
 from tests.support.waiting import wait_for
 
@@ -104,7 +104,7 @@ def one_trial(place: Path, *, at: int, number: int, onward: bool) -> tuple[list[
         record = _RECORD.replace("RESTARTS", "1").replace("PREEMPTED", "None")
         (here / "job").write_text(record)
         supervise(here, run, restart_count=1, fault=None)
-        ledger = read_ledger(run)
+        ledger = ledger_lines(run)
         if not run.result.exists() or not ledger or ledger[-1].get("reason") != "done":
             problems.append(f"the next start did not finish the run: {ledger[-1:]}")
         problems += [f"attempt {entry['attempt']} has no end" for entry in ledger if "reason" not in entry]

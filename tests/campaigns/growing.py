@@ -16,12 +16,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Tally
 from tests.campaigns.world_sizes import compare, in_double
 from tests.support.cluster_faults import node_lost
 from tests.support.command_line import TINY, TINY_MODULE, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import (
     at_work,
     command,
@@ -84,7 +84,7 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
             command("scancel", job)
             wait_for_state(job, "CANCELLED", within_s=_PATIENCE_S)
         tally.spoil(_differences(person, runs), trials=trials)
-    ledgers = [read_ledger(each) for each in runs]
+    ledgers = [ledger_lines(each) for each in runs]
     grown = [entry for ledger in ledgers for entry in ledger if entry.get("reason") == "growth"]
     starts = sum(len(ledger) for ledger in ledgers)
     return {
@@ -114,7 +114,7 @@ def _lose_and_return(runs: Sequence[RunDirectory], numbers: random.Random, used_
     struck = numbers.choice(large)
     # The supervisor runs on the first one; its loss is another scene.
     lost = numbers.choice(_nodes_of(struck)[1:])
-    attempts = len(read_ledger(struck))
+    attempts = len(ledger_lines(struck))
     with node_lost(lost):
         wait_for(partial(_has_more_than, struck, attempts), within_s=_PATIENCE_S, what=f"{struck.path} without {lost}")
         back_at_s = time.monotonic() + _AWAY_S
@@ -140,23 +140,25 @@ def _lose_and_return(runs: Sequence[RunDirectory], numbers: random.Random, used_
 
 
 def _nodes_of(run: RunDirectory) -> list[str]:
-    return list(read_ledger(run)[-1]["nodes"])
+    return list(ledger_lines(run)[-1]["nodes"])
 
 
 def _has_more_than(run: RunDirectory, attempts: int) -> bool:
-    return len(read_ledger(run)) > attempts
+    return len(ledger_lines(run)) > attempts
 
 
 def _steps_on(run: RunDirectory, node: str, *, after_unix_s: float) -> list[float]:
     """Returns when steps were done with a node since a moment."""
     attempts = {
-        entry["attempt"] for entry in read_ledger(run) if node in entry["nodes"] and entry["time_unix_s"] > after_unix_s
+        entry["attempt"]
+        for entry in ledger_lines(run)
+        if node in entry["nodes"] and entry["time_unix_s"] > after_unix_s
     }
     return [float(line["time_unix_s"]) for line in step_lines(run) if line["attempt"] in attempts]
 
 
 def _num_growths(runs: Sequence[RunDirectory], *, after_unix_s: float) -> int:
-    ends = [entry for each in runs for entry in read_ledger(each) if entry.get("reason") == "growth"]
+    ends = [entry for each in runs for entry in ledger_lines(each) if entry.get("reason") == "growth"]
     return sum(float(entry["end_time_unix_s"]) > after_unix_s for entry in ends)
 
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import Limits, read_beats
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Tally, only_true
 from tests.support.command_line import TINY, WIDE_MODULE, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.process_faults import rank_pid
 from tests.support.slurm_runs import at_work, step_lines, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
@@ -138,7 +138,7 @@ def _try(person: Person, trial: Trial, over: list[float]) -> list[str]:
         wait_for(lambda: len(read_beats(run, 0)) == 2, within_s=START_S, what="the beats of both ranks")
         beats = read_beats(run, 0)
         limit_s = max(_LIMITS.of(settled=beat.settled) for beat in beats.values())
-        wait_for(lambda: "reason" in read_ledger(run)[0], within_s=limit_s + 3 * SLACK_S, what="the end of the step")
+        wait_for(lambda: "reason" in ledger_lines(run)[0], within_s=limit_s + 3 * SLACK_S, what="the end of the step")
         ended_s = time.monotonic() - stopped_s
         wait_until_finished(run, within_s=_PATIENCE_S)
     finally:
@@ -153,7 +153,7 @@ def _try(person: Person, trial: Trial, over: list[float]) -> list[str]:
         ended_s=ended_s,
         events=events,
         stacks=[rank for rank in range(2) if _has_frames(run, rank)],
-        ledger=read_ledger(run),
+        ledger=ledger_lines(run),
         steps=[line["step"] for line in step_lines(run)],
     )
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.distributed.master import meeting_ports
-from slurm_train.rundir.attempts import read_ledger
 from tests.campaigns.record import Tally, first_line, only_true
 from tests.support import meeting_ranks, stranger
 from tests.support.command_line import REPOSITORY, TINY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import at_work, wait_until_finished
 
 NOBODY = "undisturbed"
@@ -70,7 +70,7 @@ def pairs(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, st
                 names = [f"seed={seed + 2 * number + one}" for one in range(2)]
                 runs = [person.types(*words, name).job_and_run[1] for name in names]
                 sizes = [wait_until_finished(run)["world_size"] for run in runs]
-                ledgers = [read_ledger(run) for run in runs]
+                ledgers = [ledger_lines(run) for run in runs]
                 if sizes != [2, 2] or [len(ledger) for ledger in ledgers] != [1, 1]:
                     problems.append(f"{sizes} ranks, {[len(ledger) for ledger in ledgers]} attempts")
                 spans = [(ledger[0]["time_unix_s"], ledger[0]["end_time_unix_s"]) for ledger in ledgers]
@@ -124,7 +124,7 @@ def train_beside(person: Person, attack: str, number: int, *, within_s: float = 
             wait_until_finished(run)
         except AssertionError as err:
             problems.append(first_line(err))
-    entries = read_ledger(run)
+    entries = ledger_lines(run)
     took_s = sum(float(entry.get("start_s", 0.0)) + float(entry.get("rendezvous_s", 0.0)) for entry in entries)
     wrong = {
         f"{len(entries)} attempts": len(entries) != 1,

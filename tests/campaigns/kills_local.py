@@ -29,8 +29,8 @@ from typing import NamedTuple
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import load_config
 from slurm_train.distributed.master import probe_port
-from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.events import first_mark
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.supervise.ranks import LocalRanks
@@ -124,7 +124,7 @@ class Life:
 
     def attempt(self, aim: Aim) -> bool:
         """Runs one attempt; returns whether somebody was killed in it."""
-        start = AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=self.world_size)
+        start = Start(job_id=None, restart_count=0, nodes=("here",), world_size=self.world_size)
         attempts: list[Attempt] = []
 
         def launch(number: int) -> int:

@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.benchmarks.bench_start_time import bare
 from tests.campaigns.record import Tally, only_true
 from tests.campaigns.victims import lines_of, newest_attempt
 from tests.support.command_line import TINY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import at_work, command
 from tests.support.small_checkpoints import checkpoint_of
 from tests.support.waiting import wait_for
@@ -174,7 +174,7 @@ def start_and_stop(person: Person, one: RunDirectory, dice: random.Random) -> tu
         finally:
             if batch.poll() is None:
                 batch.send_signal(signal.SIGKILL)
-    assert "action" in read_ledger(one)[-1], read_ledger(one)[-1]
+    assert "action" in ledger_lines(one)[-1], ledger_lines(one)[-1]
     last = newest_line(one, attempt)
     complete = checkpoint_of(one.checkpoints, int(last["step"])) / "COMPLETE"
     stop = Stop(last["time_unix_s"] - warned, complete.stat().st_mtime - warned, int(was_at), int(last["step"]))

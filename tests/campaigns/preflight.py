@@ -10,7 +10,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_preflight
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
@@ -19,6 +18,7 @@ from slurm_train.tools.doctor.node_rules import HINTS, OTHER_CODES
 from tests.campaigns.preflight_faults import FAULTS, Fault, Scene, missing_for
 from tests.campaigns.record import Tally, first_line, only_true
 from tests.support.command_line import TINY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import at_work, command, job_state, wait_until_ended, wait_until_finished
 from tests.support.waiting import wait_for
 
@@ -97,7 +97,7 @@ def _watch(person: Person, fault: Fault, job: str, run: RunDirectory) -> Named:
     if len(lines) != 1 or fault.code not in lines[0] or fault.expects not in lines[0]:
         problems.append(f"said {lines}")
     if fault.is_error:
-        entry, shown = read_ledger(run)[-1], person.types("status", str(run.path)).out
+        entry, shown = ledger_lines(run)[-1], person.types("status", str(run.path)).out
         if (entry.get("reason"), entry.get("action")) != ("failed", "stop"):
             problems.append(f"the ledger says {entry.get('reason')}, {entry.get('action')}: {entry.get('note')}")
         if fault.code not in str(entry.get("note")) or fault.code not in shown:
@@ -161,7 +161,7 @@ def _train(person: Person, number: int, size: str, *, measures: bool) -> RunDire
 
 def problems_of(run: RunDirectory, record: dict[str, object]) -> list[str]:
     """Returns what speaks against a healthy run."""
-    findings, attempts = record.get("findings"), len(read_ledger(run))
+    findings, attempts = record.get("findings"), len(ledger_lines(run))
     return only_true(
         {"nobody looked": not record, f"false alarm: {findings}": findings, f"{attempts} attempts": attempts != 1}
     )

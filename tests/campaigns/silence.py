@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Tally, only_true
 from tests.support.command_line import Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import at_work
 from tests.support.waiting import wait_for
 
@@ -220,7 +220,7 @@ def _try(person: Person, trial: Trial, seconds: list[float]) -> list[str]:
         wait_for(lambda: _is_over(run), within_s=_PATIENCE_S, what="the end", poll_s=0.5)
     finally:
         person.runs("scancel", "--quiet", job)
-    events, ledger = read_events(run, "hang"), read_ledger(run)
+    events, ledger = read_events(run, "hang"), ledger_lines(run)
     print(f"   {trial}: {'; '.join(event['sentence'] for event in events) or 'no hang'}")
     if trial.kind in SLOW:
         slow_s = float(ledger[0]["end_time_unix_s"]) - begun_unix_s
@@ -240,7 +240,7 @@ def _begun(run: RunDirectory, rank: int) -> float:
 
 
 def _is_over(run: RunDirectory) -> bool:
-    ledger = read_ledger(run)
+    ledger = ledger_lines(run)
     return bool(ledger) and ledger[-1].get("action") in ("finish", "stop")
 
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Tally, first_line
 from tests.campaigns.versions import FAILURES, lines_of, own_cluster, say
 from tests.support.command_line import TINY, Done, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import (
     all_logs,
     at_work,
@@ -258,7 +258,7 @@ def _life(person: Person, site: Site) -> Iterator[str]:
     assert person.types("resume", one.name).job_and_run[1].path == one.path
     wait_until_finished(one, within_s=PATIENCE_S)
     assert sorted(losses(one)) == list(range(1, _STEPS + 1)), "steps are missing"
-    yield f"goes on from step {read_ledger(one)[-1]['first_step']} to the end"
+    yield f"goes on from step {ledger_lines(one)[-1]['first_step']} to the end"
 
 
 def _preempt(person: Person, one: RunDirectory, job: str, site: Site) -> str:
@@ -276,11 +276,11 @@ def _preempt(person: Person, one: RunDirectory, job: str, site: Site) -> str:
         return job_state(urgent) in ("COMPLETED", "")
 
     wait_for(has_run, within_s=PATIENCE_S, what="the end of the job that preempts")
-    stopped_at, is_over = max(losses(one)), read_ledger(one)[0].get("action") == "stop"
+    stopped_at, is_over = max(losses(one)), ledger_lines(one)[0].get("action") == "stop"
     if is_over:
         assert person.types("resume", one.name).job_and_run[1].path == one.path
     wait_until_step(one, stopped_at + 4, within_s=PATIENCE_S)
-    first, *later = read_ledger(one)
+    first, *later = ledger_lines(one)
     if not later:
         assert "SUSPENDED" in seen, f"no new attempt, and the job was {', '.join(sorted(seen))}"
         return "suspended; goes on in the same attempt"

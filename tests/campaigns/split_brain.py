@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.errors import CheckpointError, ClusterError
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
 from tests.campaigns.record import Tally, first_line, only_true
 from tests.support.cluster_faults import daemons_stopped
 from tests.support.command_line import TINY, TINY_MODULE, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.process_faults import rank_pid, supervisor_pid, wait_until_gone
 from tests.support.slurm_runs import at_work, command, step_lines, wait_until_finished, wait_until_step
 from tests.support.waiting import repeating, wait_for
@@ -250,7 +250,7 @@ def _try_round(
         started = list(pool.map(lambda trial: _start(person, trial, watch), trials))
         going = [one for one in started if isinstance(one, Going)]
         try:
-            with _lost({node for one in going for node in read_ledger(one.run)[0]["nodes"]}):
+            with _lost({node for one in going for node in ledger_lines(one.run)[0]["nodes"]}):
                 found = list(pool.map(lambda one: _follow(one, golden, watch, claimed, gone), going))
         finally:
             for one in going:

@@ -13,7 +13,6 @@ from collections import defaultdict
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.timing import goodput as goodput_of
 from tests.campaigns.checker import History, read_history, watching
 from tests.campaigns.record import Tally, first_line
@@ -38,6 +37,7 @@ from tests.support.cluster_faults import (
     take_nodes,
 )
 from tests.support.command_line import Person
+from tests.support.ledgers import ledger_lines
 from tests.support.process_faults import kill, rank_pid, wait_until_gone
 from tests.support.slurm_runs import at_work
 from tests.support.waiting import wait_for
@@ -315,7 +315,7 @@ def goodput(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, 
             time.sleep(max(0.0, end - time.monotonic()))
         victim.run.stop_file.touch()
         wait_for(lambda: "action" in victim.ledger[-1], within_s=60, what="the end of the run")
-    ledger = read_ledger(victim.run)
+    ledger = ledger_lines(victim.run)
     measured = goodput_of(ledger)
     problems = [f"goodput {measured.share:.3f}"] if measured.share < _PROMISED_SHARE else []
     if (failures := sum(entry["reason"] == "failed" for entry in ledger)) != trials:

@@ -17,8 +17,9 @@ from slurm_train.checkpoint.collect import collect_checkpoints
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ClusterError, RunError, SlurmTrainError
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.jobs import process_lives, record_job, take_lock, this_process
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.pins import list_pins, pin_save, read_leases, renew_lease
 from slurm_train.rundir.sweep import Element
@@ -29,6 +30,7 @@ from slurm_train.status.activity import wait_for_runs
 from slurm_train.status.following import Follower
 from slurm_train.status.run_status import Surveyor, until_over
 from tests.campaigns.record import Tally
+from tests.support.ledgers import close_attempt
 from tests.support.small_checkpoints import make_checkpoint
 
 _JOB = "123"
@@ -109,7 +111,7 @@ def _make_files(run: RunDirectory, job_id: str, state: str) -> None:
     record_job(run, job_id)
     if state == "waits":
         return
-    attempt = open_attempt(run, AttemptStart(job_id=job_id, restart_count=0, nodes=("n1",), world_size=1))
+    attempt = open_attempt(run, Start(job_id=job_id, restart_count=0, nodes=("n1",), world_size=1))
     if state == "trains":
         take_lock(run.lock, this_process(job_id=job_id), is_alive=process_lives)
     elif state == "comes back":
@@ -135,7 +137,7 @@ def _looks(subject: RunDirectory, state: str, commands: SlurmCommands) -> list[s
 def _follower_ends(subject: RunDirectory, commands: SlurmCommands) -> bool:
     evaluation = RunDirectory(subject.path / "evaluations" / "a2a2a2a2a2a2")
     evaluation.path.mkdir()
-    attempt = open_attempt(evaluation, AttemptStart(job_id=None, restart_count=0, nodes=("n1",), world_size=1))
+    attempt = open_attempt(evaluation, Start(job_id=None, restart_count=0, nodes=("n1",), world_size=1))
     times = iter(range(0, 100 * (_LOOKS + 2), 100))
     follower = Follower(evaluation, attempt, commands, clock=lambda: float(next(times)))
     return any(follower.is_over() for _ in range(_LOOKS))

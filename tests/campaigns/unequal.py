@@ -14,7 +14,8 @@ from pathlib import Path
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.metrics import read_metrics
-from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.attempts import open_attempt
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Tally
 from tests.support.ports import rank_environments
@@ -72,7 +73,7 @@ def _new_run(path: Path) -> RunDirectory:
 
 def _train(directory: RunDirectory, optimizer: str, loader: str, last: int) -> tuple[int, str]:
     """Runs one attempt; returns the first exit code that is not 0, and what all ranks have said."""
-    attempt = open_attempt(directory, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=_RANKS))
+    attempt = open_attempt(directory, Start(job_id=None, restart_count=0, nodes=("here",), world_size=_RANKS))
     base = {**os.environ, "SLURM_TRAIN_RUN_DIR": str(directory.path), "SLURM_TRAIN_ATTEMPT": str(attempt)}
     words = (optimizer, loader, str(last))
     ranks = [start_rank(PROGRAM, *words, env=env) for env in rank_environments(_RANKS, base)]

@@ -21,7 +21,6 @@ from queue import Queue
 from typing import IO, Any, NamedTuple
 
 from slurm_train.errors import SlurmTrainError
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, read_table
 from slurm_train.tools.devcluster.cluster import crash_node, start_node
@@ -30,6 +29,7 @@ from tests.campaigns.arrays import restarts
 from tests.campaigns.record import Tally, first_line
 from tests.support.cluster_faults import start_urgent_job
 from tests.support.command_line import REPOSITORY, TINY, Done, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.process_faults import kill, rank_pid
 from tests.support.slurm_runs import (
     all_logs,
@@ -144,14 +144,14 @@ def _preempt(place: Place) -> None:
         one.at_step(4)
         start_urgent_job(one.nodes)
         one.ends_as("preempted", "done")
-        first, second = read_ledger(one.run)
+        first, second = ledger_lines(one.run)
         assert first["last_step"] == second["first_step"], "a step was done again"
 
 
 def _time_limit(place: Place) -> None:
     with place.run("limited", "cluster.time_limit_min=2", steps=600, step_s=0.3) as one:
-        wait_for(lambda: len(read_ledger(one.run)) > 1, within_s=PATIENCE_S, what="a second attempt")
-        first = read_ledger(one.run)[0]
+        wait_for(lambda: len(ledger_lines(one.run)) > 1, within_s=PATIENCE_S, what="a second attempt")
+        first = ledger_lines(one.run)[0]
         assert (first["reason"], first["action"]) == ("time_limit", "requeue"), first
 
 
@@ -213,7 +213,7 @@ def _array(place: Place) -> None:
             for run in (runs[0], runs[1], runs[3]):
                 wait_until_finished(run, within_s=PATIENCE_S)
                 assert sorted(losses(run)) == list(range(1, 81)), "steps are missing"
-            reasons = [[entry["reason"] for entry in read_ledger(run)] for run in runs]
+            reasons = [[entry["reason"] for entry in ledger_lines(run)] for run in runs]
             assert sorted(map(len, reasons)) in ([1, 1, 2, 2], [1, 1, 1, 3]), reasons
             assert reasons[2] == ["cancelled"] and sum(one.count("preempted") for one in reasons) == 1, reasons
         finally:

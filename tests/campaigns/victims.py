@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.checker import History, Look, check, look, read_history
 from tests.support.cluster_faults import controller_away, daemons_stopped, node_down, start_urgent_job
 from tests.support.command_line import Person
+from tests.support.ledgers import ledger_lines
 from tests.support.process_faults import is_alive, kill, rank_pid, srun_pid, stepd_pid, supervisor_pid
 from tests.support.slurm_runs import all_logs, command, wait_for_state, wait_until_finished
 from tests.support.waiting import wait_for
@@ -68,7 +68,7 @@ class Victim:
     @property
     def ledger(self) -> list[dict[str, Any]]:
         """Its attempts."""
-        return list(read_ledger(self.run))
+        return list(ledger_lines(self.run))
 
     @property
     def attempt(self) -> int:
@@ -180,7 +180,7 @@ class Fleet:
 
 def newest_attempt(run: RunDirectory) -> int:
     """Returns the number of the newest attempt, -1 before the first."""
-    ledger = read_ledger(run)
+    ledger = ledger_lines(run)
     return int(ledger[-1]["attempt"]) if ledger else -1
 
 

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Tally
 from tests.support.command_line import TINY_MODULE, Done, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import losses, step_lines, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 from tests.train.small_runs import PADDED, config_of, finish, run_to_end, start, steps_of
@@ -152,20 +152,20 @@ def _train_both(person: Person, seed: int) -> tuple[RunDirectory, RunDirectory]:
 
 def _stop_at(run: RunDirectory, step: int) -> None:
     wait_until_step(run, step, within_s=_PATIENCE_S)
-    attempt = read_ledger(run)[-1]["attempt"]
+    attempt = ledger_lines(run)[-1]["attempt"]
     run.stop_file.touch()
     wait_for(lambda: _has_ended(run, attempt), within_s=120, what=f"the end of attempt {attempt} of {run.path}")
 
 
 def _has_ended(run: RunDirectory, attempt: int) -> bool:
-    entry = read_ledger(run)[attempt]
+    entry = ledger_lines(run)[attempt]
     assert entry.get("reason") in (None, "stopped"), f"attempt {attempt}: {entry['note']}"
     return "reason" in entry and not run.lock.exists()
 
 
 def _check_sizes(run: RunDirectory) -> list[str]:
     expected = [math.prod(map(int, size.split("x"))) for size in SIZES]
-    found = [entry["world_size"] for entry in read_ledger(run)]
+    found = [entry["world_size"] for entry in ledger_lines(run)]
     ranks = list(dict.fromkeys(line["world_size"] for line in step_lines(run)))
     return [] if found == expected == ranks else [f"trained on {found} ranks, steps on {ranks}, asked for {expected}"]
 

@@ -22,11 +22,13 @@ from slurm_train.checkpoint.local import (
 from slurm_train.checkpoint.manifest import Manifest, write_file
 from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
+from slurm_train.rundir.attempts import open_attempt
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns import two_users
 from tests.campaigns.record import Tally
 from tests.support.crash_points import NEW, OLD, copy_from_node, prepare_on_node
+from tests.support.ledgers import close_attempt
 from tests.support.small_checkpoints import checkpoint_of, make_checkpoint, make_header, steps_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -84,7 +86,7 @@ def test_of_several_the_newest_that_is_wanted_is_chosen(node: NodePlace) -> None
 )
 def test_a_step_that_was_taken_out_between_two_attempts_is_noticed(tmp_path: Path, end: dict[str, Any]) -> None:
     run = RunDirectory(tmp_path)
-    start = AttemptStart(job_id="12", restart_count=0, nodes=("node1",), world_size=1, first_committed=8)
+    start = Start(job_id="12", restart_count=0, nodes=("node1",), world_size=1, first_committed=8)
     close_attempt(run, open_attempt(run, start), {"reason": "failed", **end})
     make_checkpoint(run.checkpoints, 4)
     assert removed_step(run, open_attempt(run, replace(start, first_committed=4))) == 8

@@ -20,15 +20,17 @@ from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.saves import expand
 from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.errors import CheckpointError, ConfigError
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
+from slurm_train.rundir.attempts import open_attempt
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
+from tests.support.ledgers import close_attempt
 from tests.support.small_checkpoints import checkpoint_of, make_checkpoint
 from tests.support.waiting import wait_for
 from tests.support.warm_ranks import WarmRank
 from tests.train import small_runs
 
-START = AttemptStart(job_id=None, restart_count=0, nodes=("n0", "n1"), world_size=2)
+START = Start(job_id=None, restart_count=0, nodes=("n0", "n1"), world_size=2)
 
 
 def config_of(**checkpoint: Any) -> dict[str, Any]:

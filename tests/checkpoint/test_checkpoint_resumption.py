@@ -8,7 +8,8 @@ from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.resumption import Resumption, run_place
 from slurm_train.checkpoint.verify import PassedOver
-from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.attempts import open_attempt
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.lineage import Origin, read_origins
 from slurm_train.rundir.paths import PASSED_OVER_PREFIX, RunDirectory
 from tests.support.small_checkpoints import make_header
@@ -17,7 +18,7 @@ from tests.support.small_checkpoints import make_header
 def new_run(folder: Path) -> RunDirectory:
     run = RunDirectory(folder / "runs" / "mine" / "0123456789ab")
     run.path.mkdir(parents=True)
-    open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1))
+    open_attempt(run, Start(job_id=None, restart_count=0, nodes=("here",), world_size=1))
     return run
 
 

@@ -25,6 +25,7 @@ from slurm_train.rundir.timing import Notice, read_measured, read_step_times
 from slurm_train.train.checkpointer import build_checkpointer
 from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.position import Position
+from tests.support.ledgers import attempt_of
 from tests.support.ranks import make_parts, make_rank
 from tests.support.run_facts import run_with_notice
 from tests.support.small_checkpoints import checkpoint_of, steps_in
@@ -159,9 +160,9 @@ def test_the_interval_follows_young_and_daly(cost_s, save_s, step_s, failure_s, 
 
 def test_the_ledger_corrects_what_was_expected() -> None:
     attempts = [
-        {"time_unix_s": 0.0, "end_time_unix_s": 600.0},
-        {"time_unix_s": 700.0, "end_time_unix_s": 1300.0},
-        {"time_unix_s": 1400.0},
+        attempt_of(time_unix_s=0.0, end_time_unix_s=600.0),
+        attempt_of(time_unix_s=700.0, end_time_unix_s=1300.0),
+        attempt_of(time_unix_s=1400.0),
     ]
     assert failure_every_s([], expected_s=DAY_S) == DAY_S
     assert failure_every_s(attempts, expected_s=DAY_S) == (DAY_S + 1200) / 3

@@ -11,12 +11,14 @@ from slurm_train.checkpoint.collect import collect_checkpoints, discard_kept
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.errors import CheckpointError, ClusterError, RunError
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.jobs import process_lives, record_job, release_lock, take_lock, this_process
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.pins import pin_save, release_pin
 from slurm_train.slurm.commands import SlurmCommands
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
+from tests.support.ledgers import close_attempt
 from tests.support.small_checkpoints import make_checkpoint, steps_in
 
 NO_SLURM = SlurmCommands({"PATH": "/nonexistent"})
@@ -28,7 +30,7 @@ def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "gpt" / "3f9a1c07")
     run.path.mkdir(parents=True)
     run.config.write_text(dump_config(RunConfig(checkpoint=CheckpointSection(keep=1))))
-    attempt = open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("n1",), world_size=1))
+    attempt = open_attempt(run, Start(job_id=None, restart_count=0, nodes=("n1",), world_size=1))
     for step in (10, 20, 30):
         make_checkpoint(run.checkpoints, step, attempt=attempt)
     run.result.write_text("{}")
@@ -65,7 +67,7 @@ def test_what_an_evaluation_of_a_job_needs_goes_only_when_the_job_is_known_to_be
     own.submit_script.write_text("#!/bin/bash\n")
     record_job(own, "123")
     if state in ("comes back", "stopped"):
-        attempt = open_attempt(own, AttemptStart(job_id="123", restart_count=0, nodes=("n1",), world_size=1))
+        attempt = open_attempt(own, Start(job_id="123", restart_count=0, nodes=("n1",), world_size=1))
         action = "stop" if state == "stopped" else "requeue"
         close_attempt(own, attempt, {"reason": "preempted", "action": action})
     if state == "finished":

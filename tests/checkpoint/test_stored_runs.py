@@ -20,7 +20,8 @@ import pytest
 from slurm_train.checkpoint.load import read_model
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.metrics import read_metrics
-from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.attempts import open_attempt
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, parse_name
 from tests.support.ports import rank_environments
 from tests.support.warm_ranks import start_rank
@@ -166,7 +167,7 @@ def train(run: Path, name: str, *, attempt: int, stops: bool = False) -> None:
 
 def train_program(run: Path, *, last: int) -> None:
     """Runs the program in a run directory as two ranks of the next attempt, up to a step."""
-    attempt = open_attempt(RunDirectory(run), AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=2))
+    attempt = open_attempt(RunDirectory(run), Start(job_id=None, restart_count=0, nodes=("here",), world_size=2))
     base = {**os.environ, "SLURM_TRAIN_RUN_DIR": str(run), "SLURM_TRAIN_ATTEMPT": str(attempt)}
     codes, text = finish([start_rank(run / "program.py", str(last), env=env) for env in rank_environments(2, base)])
     assert codes == [0, 0], text

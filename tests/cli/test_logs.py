@@ -11,14 +11,16 @@ import pytest
 from slurm_train.cli import logs
 from slurm_train.cli.logs import wait_for_log
 from slurm_train.errors import ClusterError
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.events import FailureMark, leave_mark
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.queue_view import QueueView
 from slurm_train.verbs import run as run_words
 from tests.cli.conftest import Shell
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.status.test_failure import ONE
+from tests.support.ledgers import close_attempt
 from tests.support.run_facts import attempt
 from tests.support.waiting import wait_for
 
@@ -116,7 +118,7 @@ def test_rank_0_of_a_run_on_this_machine_has_written_to_a_terminal(shell: Shell)
 
 # -f
 
-START = AttemptStart(job_id="12", restart_count=0, nodes=("node1",), world_size=4)
+START = Start(job_id="12", restart_count=0, nodes=("node1",), world_size=4)
 
 
 class Following:

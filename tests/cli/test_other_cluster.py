@@ -9,17 +9,19 @@ import pytest
 
 from slurm_train.checkpoint.collect import collect_checkpoints
 from slurm_train.request.arrays import find_lost_arrays
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.jobs import ask_to_stop, read_job, record_job
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.pins import pin_save
 from slurm_train.rundir.sweep import existing_arrays, read_table
 from slurm_train.slurm.commands import SlurmCommands
 from tests.cli.conftest import Shell
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
+from tests.support.ledgers import close_attempt
 from tests.support.small_checkpoints import make_checkpoint, steps_in
 
-START = AttemptStart(job_id="12", restart_count=0, nodes=("n1",), world_size=1)
+START = Start(job_id="12", restart_count=0, nodes=("n1",), world_size=1)
 
 
 def attempt_of(run: RunDirectory, state: str) -> None:

@@ -17,13 +17,13 @@ from slurm_train.config.compose import compose
 from slurm_train.config.frozen import load_config
 from slurm_train.config.words import read_words
 from slurm_train.plan.plan import plan_run
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import clear_dead, read_job, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory
 from tests.cli.conftest import Shell
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.command_line import REPOSITORY
+from tests.support.ledgers import ledger_lines
 
 
 def run_of(shell: Shell, *words: str) -> RunDirectory:
@@ -98,7 +98,7 @@ def test_a_script_runs_here_to_its_end_once(shell: Shell) -> None:
     assert seen == {"seen_0": "2 --lr 1e-3", "seen_1": "2 --lr 1e-3"}
     again = shell.types(*words)
     assert again.code == 0 and json.loads(again.out)["exit_code"] == 0
-    (line,) = read_ledger(run_of(shell, *words))
+    (line,) = ledger_lines(run_of(shell, *words))
     assert (line["reason"], line["exit_code"], line["job_id"]) == ("done", 0, None)
 
 

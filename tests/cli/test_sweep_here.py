@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.sweep import SweepDirectory, read_table
 from tests.support.command_line import Person
+from tests.support.ledgers import ledger_lines
 from tests.support.waiting import wait_for
 
 SCRIPT = """
@@ -50,7 +50,7 @@ def test_a_run_that_fails_ends_no_other_and_the_same_words_continue(num_parallel
     (person.folder / "mended").touch()
     again = person.types(*words)
     assert again.code == 0 and "2 runs are finished, 0 active; 1 to submit" in again.err
-    assert [len(read_ledger(one.run)) for one in elements] == [1, 2, 1]
+    assert [len(ledger_lines(one.run)) for one in elements] == [1, 2, 1]
 
 
 @pytest.mark.parametrize("num_parallel", [pytest.param(1, marks=pytest.mark.full), 2])
@@ -79,7 +79,7 @@ def test_ctrl_c_stops_the_run_at_work_and_starts_no_other(person: Person) -> Non
     process = started(person, "script=[train.py,slow],[train.py,fine]")
     sweep = SweepDirectory(Path(process.stdout.readline().split()[1]))
     first, second = (element.run for element in read_table(sweep))
-    wait_for(lambda: read_ledger(first), within_s=60, what="the first run")
+    wait_for(lambda: ledger_lines(first), within_s=60, what="the first run")
     (person.folder / "mended").touch()
     # A terminal sends it to every process of the group.
     subprocess.run(["kill", "-INT", "--", f"-{process.pid}"], check=True)
@@ -92,7 +92,7 @@ def test_a_stopped_sweep_counts_the_runs_that_failed_before_as_well(person: Pers
     process = started(person, "script=[train.py,bad],[train.py,slow],[train.py,fine]")
     sweep = SweepDirectory(Path(process.stdout.readline().split()[1]))
     slow = read_table(sweep)[1].run
-    wait_for(lambda: read_ledger(slow), within_s=60, what="the second run")
+    wait_for(lambda: ledger_lines(slow), within_s=60, what="the second run")
     sweep.stop_file.touch()
     (person.folder / "mended").touch()
     _, err = process.communicate(timeout=60)

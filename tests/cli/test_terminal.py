@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from slurm_train.cli.terminal import BOLD_RED, RED, Painter, painted, takes_escapes, working_folder
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from tests.support.command_line import TINY, Person, new_project
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import losses, wait_until_step
 from tests.support.waiting import wait_for
 
@@ -77,7 +77,7 @@ def test_a_run_whose_terminal_is_closed_saves_before_it_ends(tmp_path: Path) -> 
     os.close(terminal)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 75
-    assert read_ledger(run)[-1]["reason"] == "stopped"
+    assert ledger_lines(run)[-1]["reason"] == "stopped"
     assert [name_of(path).step for path in list_checkpoints(run.checkpoints)] == [max(losses(run))]
 
 

@@ -10,9 +10,9 @@ import pytest
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.verify import newest_verified, read_manifest
 from slurm_train.metrics import read_metrics
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
+from tests.support.ledgers import ledger_lines
 from tests.support.small_checkpoints import checkpoint_of
 from tests.support.warm_commands import WarmPerson
 
@@ -53,7 +53,7 @@ def test_a_run_goes_on_with_what_was_accepted_and_its_checkpoints_say_so(trained
     found = newest_verified(run.checkpoints).newest
     assert found is not None
     assert found[1].extra["changes"] == [{"number": 1, "step": 12, "names": ["optim.weight_decay", "train.max_steps"]}]
-    assert read_ledger(run)[-1]["accepted"] == ["optim.weight_decay", "train.max_steps"]
+    assert ledger_lines(run)[-1]["accepted"] == ["optim.weight_decay", "train.max_steps"]
     assert found[1].config_hash == json.loads(run.plan.read_text())["config_hash"] != before
     groups: dict[str, Any] = {"optimizer": {"param_groups": [{"weight_decay": None, "lr": None}]}}
     load_tensors(found[0], groups)

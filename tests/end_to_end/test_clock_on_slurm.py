@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import CAUSES, read_notice
 from tests.support import light_training
 from tests.support.command_line import TINY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import (
     command,
     losses,
@@ -104,9 +104,9 @@ def test_a_run_stops_itself_before_a_limit_that_nobody_warns_of(person: Person) 
     words = ("cluster.time_limit_min=1", "train.max_steps=400", "model.step_s=0.3", "checkpoint.every_steps=20")
     held, run = person.types("+cluster=1x2", *TINY, *words, "run.name=clock", "cluster.sbatch.hold=true").job_and_run
     job = submit_without_warning(person, held, run)
-    wait_for(lambda: len([e for e in read_ledger(run) if "reason" in e]) >= 1, within_s=150, what="the first end")
+    wait_for(lambda: len([e for e in ledger_lines(run) if "reason" in e]) >= 1, within_s=150, what="the first end")
     command("scancel", job)
-    first = read_ledger(run)[0]
+    first = ledger_lines(run)[0]
     (stop,) = [event for event in read_events(run, "stop") if event["attempt"] == 0]
     assert (first["reason"], first["action"], first["asked_by"]) == ("time_limit", "requeue", "clock"), first
     assert stop["saved"] and stop["left_s"] > 5

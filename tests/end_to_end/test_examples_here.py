@@ -16,13 +16,13 @@ import torch
 
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.verify import verify
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import parse_lines
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.session.signals import StopFlag
 from tests.support.command_line import REPOSITORY, Person
 from tests.support.extras import NEEDS_PEFT
 from tests.support.joined_runs import joined, new_run
+from tests.support.ledgers import ledger_lines
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.full]
@@ -47,7 +47,7 @@ def interrupt_and_continue(person: Person, *words: str) -> None:
     assert process.returncode == 75 and not run.result.exists(), out
     done = person.types(*words, "run.name=stopped")
     assert done.code == 0 and run.result.exists() and "resuming from" in done.out + done.err
-    assert [line.get("exit_code") for line in read_ledger(run)] == [75, 0]
+    assert [line.get("exit_code") for line in ledger_lines(run)] == [75, 0]
     assert person.types(*words, "run.name=whole").code == 0
 
 

@@ -11,11 +11,11 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.slurm.policy import expedites_requeues
 from slurm_train.slurm.records import parse_config
 from tests.support.cluster_faults import expedited_requeue, node_lost
 from tests.support.command_line import TINY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import command, job_state, step_lines, wait_for_state, wait_until_step
 from tests.support.waiting import wait_for
 
@@ -52,7 +52,7 @@ def test_a_run_whose_node_is_lost_comes_back_before_others_where_the_site_expedi
         size = ("--nodes=3", "--exclusive", "--time=10", "--output=/dev/null")
         other = command("sbatch", "--parsable", *size, f"--wrap=sleep {_COMPETES_S}")
         stack.callback(command, "scancel", other)
-        lost = read_ledger(run)[-1]["nodes"][-1]
+        lost = ledger_lines(run)[-1]["nodes"][-1]
         killed_unix_s = time.time()
         stack.enter_context(node_lost(lost))
 
@@ -64,7 +64,7 @@ def test_a_run_whose_node_is_lost_comes_back_before_others_where_the_site_expedi
         # Without it the other job has the nodes first where they are free before the pause of a requeue is over.
         print(f"the other job is {job_state(other)}")
         assert job_state(other) == "PENDING" or not is_expedited, "who had the nodes first"
-        first, second = read_ledger(run)[:2]
+        first, second = ledger_lines(run)[:2]
         assert (first["reason"], second["restart_count"]) == ("node_failure", 1)
         command("scancel", job)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_saves
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.rundir.scores import read_scores
 from tests.support.cluster_faults import take_nodes
 from tests.support.command_line import TINY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.process_faults import kill, supervisor_pid
 from tests.support.slurm_runs import all_logs, losses, wait_until_finished
 from tests.support.waiting import wait_for
@@ -46,8 +46,8 @@ def test_each_checkpoint_has_one_line_whatever_is_preempted(person: Person) -> N
     assert {*saved} >= {*range(20, 241, 20)}
     assert sorted(line["step"] for line in lines) == saved, lines
     assert (result["scored"], result["missed"]) == (len(saved), 0)
-    assert {entry["reason"] for entry in read_ledger(own)} >= {"preempted", "done"}
-    assert "preempted" in {entry["reason"] for entry in read_ledger(run)}
+    assert {entry["reason"] for entry in ledger_lines(own)} >= {"preempted", "done"}
+    assert "preempted" in {entry["reason"] for entry in ledger_lines(run)}
     assert f"follower {own.run_id}: finished, {len(saved)} scored" in person.types("status", "a").out
     assert len(list_checkpoints(run.checkpoints)) == 1, "nothing is kept for it any more"
     golden = person.types(*RUN, "run.name=golden", "run.processes=1")
@@ -60,7 +60,7 @@ def _disturb(person: Person, run: RunDirectory, own: RunDirectory) -> None:
     wait_for(lambda: scored(own) >= 1, within_s=PATIENCE_S, what="the first score")
     assert f"follower {own.run_id}: running" in person.types("status", "a").out
     take_nodes(["node2"])
-    wait_for(lambda: len(read_ledger(own)) >= 2, within_s=PATIENCE_S, what="the evaluator is back")
+    wait_for(lambda: len(ledger_lines(own)) >= 2, within_s=PATIENCE_S, what="the evaluator is back")
     before = scored(own)
     take_nodes(["node1"])
     wait_for(lambda: scored(own) > before + 1, within_s=PATIENCE_S, what="scores of the run that came back")

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory
 from tests.support import light_training
 from tests.support.command_line import REPOSITORY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.light_training import undisturbed_losses
 from tests.support.slurm_runs import all_logs, command, losses, wait_for_state, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
@@ -50,7 +50,7 @@ def test_an_allocation_is_made_and_given_back(person: Person) -> None:
     done = person.types(*words, timeout_s=PATIENCE_S)
     run = only_run(person)
     assert done.code == 0, done.out + done.err + all_logs(run)
-    assert read_ledger(run)[-1]["world_size"] == 4
+    assert ledger_lines(run)[-1]["world_size"] == 4
     assert read_preflight(run, 0)["table"], "the nodes were looked at"
     assert "step 12" in done.out and "salloc: Relinquishing job allocation" in done.err
     job = json.loads(run.job.read_text())["job_ids"][-1]
@@ -67,7 +67,7 @@ def test_a_run_fits_into_a_larger_allocation_and_not_into_a_smaller_one(person: 
     done = person.runs("salloc", *larger, *typed, "+cluster=1x2", timeout_s=PATIENCE_S)
     run = only_run(person)
     assert done.code == 0, done.out + done.err + all_logs(run)
-    assert read_ledger(run)[-1]["world_size"] == 2
+    assert ledger_lines(run)[-1]["world_size"] == 2
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_ctrl_c_saves_and_the_same_words_continue(
     assert "saving and stopping" in output
     stopped_at = max(losses(run))
     assert f"asked to stop at step {stopped_at} " in output
-    assert read_ledger(run)[-1]["reason"] == "stopped"
+    assert ledger_lines(run)[-1]["reason"] == "stopped"
     done = person.types(*words, timeout_s=PATIENCE_S)
     assert done.code == 0, done.out + done.err
     assert f"resuming from checkpoint_{stopped_at:07d}" in done.out
@@ -150,9 +150,9 @@ def test_a_container_is_requeued_from_outside(person: Person, image: str) -> Non
     job, run = person.types(*words).job_and_run
     wait_until_step(run, 3, within_s=PATIENCE_S)
     command("scancel", "--signal=TERM", job)
-    wait_for(lambda: len(read_ledger(run)) == 2, within_s=PATIENCE_S, what="a second attempt")
+    wait_for(lambda: len(ledger_lines(run)) == 2, within_s=PATIENCE_S, what="a second attempt")
     wait_until_finished(run, within_s=PATIENCE_S)
     assert losses(run) == undisturbed_losses(40)
-    assert read_ledger(run)[0]["action"] == "requeue"
+    assert ledger_lines(run)[0]["action"] == "requeue"
     records = [read_preflight(run, attempt) for attempt in (0, 1)]
     assert all(record["table"] and not errors_of(findings_of(record)) for record in records), "inside an image as well"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from slurm_train.checkpoint.verify import newest_verified
-from slurm_train.rundir.attempts import read_ledger
 from tests.support.cluster_faults import start_urgent_job
 from tests.support.command_line import Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
@@ -61,9 +61,9 @@ def test_a_preempted_run_of_three_kinds_of_parallelism_ends_as_an_undisturbed_on
     job, run = person.types(*WORDS, *where).job_and_run
     wait_until_step(run, 4, within_s=300)
     start_urgent_job(["node3", "node4"])
-    wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
+    wait_for(lambda: len(ledger_lines(run)) == 2, within_s=120, what="a second attempt")
     found = wait_until_finished(run, within_s=400)
-    first, second = read_ledger(run)
+    first, second = ledger_lines(run)
     assert first["reason"] == "preempted" and first["job_id"] == second["job_id"] == job
 
     calm = person.types(*WORDS, "run.processes=8", "run.name=calm", timeout_s=400)

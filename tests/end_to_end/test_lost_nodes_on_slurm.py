@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.growing import PACED_MODULE
 from tests.campaigns.world_sizes import compare, in_double
 from tests.support import light_training
 from tests.support.cluster_faults import node_lost
 from tests.support.command_line import TINY, TINY_MODULE, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.light_training import undisturbed_losses
 from tests.support.slurm_runs import (
     command,
@@ -57,7 +57,7 @@ def back_after_s(run: RunDirectory, killed_unix_s: float, attempt: int = 1) -> f
 
 def has_attempt(run: RunDirectory, attempt: int) -> bool:
     """Returns whether an attempt was opened."""
-    return len(read_ledger(run)) > attempt
+    return len(ledger_lines(run)) > attempt
 
 
 def test_a_spare_node_takes_the_place_of_a_lost_one(person: Person) -> None:
@@ -66,7 +66,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(person: Person) -> None:
     assert "1, used in place of a lost or bad node: 33% more node hours" in plan.err + plan.out
     job, run = person.types(*SPARED).job_and_run
     wait_until_step(run, 10, within_s=LONG_S)
-    lost = read_ledger(run)[0]["nodes"][1]
+    lost = ledger_lines(run)[0]["nodes"][1]
     killed_unix_s = time.time()
     with node_lost(lost):
         wait_until_finished(run, within_s=LONG_S)
@@ -100,7 +100,7 @@ def test_a_run_of_a_range_of_nodes_goes_on_with_those_that_are_left(person: Pers
     lost: list[str] = []
     with ExitStack() as faults:
         for count in (1, 2):
-            lost.append(read_ledger(run)[-1]["nodes"][-1])
+            lost.append(ledger_lines(run)[-1]["nodes"][-1])
             killed_unix_s = time.time()
             faults.enter_context(node_lost(lost[-1]))
             wait_for(partial(has_attempt, run, count), within_s=LONG_S, what="the next attempt")
@@ -142,19 +142,19 @@ def test_a_run_that_has_lost_a_node_grows_back_when_the_node_returns(person: Per
     job, run = person.types(*GROWING, "model.step_s=0.5", "run.name=grown").job_and_run
     wait_until_step(run, 10, within_s=LONG_S)
     killed_unix_s = time.time()
-    with node_lost(read_ledger(run)[-1]["nodes"][-1]):
+    with node_lost(ledger_lines(run)[-1]["nodes"][-1]):
         wait_for(partial(has_attempt, run, 1), within_s=LONG_S, what="the next attempt")
         wait_until_step(run, max(losses(run)) + 8, within_s=LONG_S)
         print(f"from the kill to the next step on three nodes: {back_after_s(run, killed_unix_s):.1f} s")
     back_unix_s = time.time()
     wait_for(partial(has_attempt, run, 2), within_s=LONG_S, what="an attempt on four nodes")
-    grown = read_ledger(run)[1]
+    grown = ledger_lines(run)[1]
     wait_until_step(run, max(losses(run)) + 8, within_s=LONG_S)
     stop_unix_s = max(line["time_unix_s"] for line in step_lines(run) if line["attempt"] == 1)
     print(grown["note"])
     print(f"from the node's return to the next step on four: {back_after_s(run, back_unix_s, 2):.1f} s")
     print(f"from the last step on three nodes to the first on four: {back_after_s(run, stop_unix_s, 2):.1f} s")
-    ledger = read_ledger(run)
+    ledger = ledger_lines(run)
     assert [(entry["world_size"], entry.get("reason"), entry.get("action")) for entry in ledger] == [
         (4, "node_failure", "relaunch"),
         (3, "growth", "requeue"),
@@ -180,7 +180,7 @@ def test_the_run_goes_on_from_the_copy_on_a_neighbour(person: Person, tmp_path: 
     spared = ("model.step_s=0.5", "cluster.spare_nodes=1", "run.name=spared")
     job, run = person.types(*trainer, *spared, *local).job_and_run
     wait_until_step(run, 11, within_s=LONG_S)
-    lost = read_ledger(run)[0]["nodes"][2]
+    lost = ledger_lines(run)[0]["nodes"][2]
     assert not any(run.checkpoints.glob("checkpoint_*"))
     killed_unix_s = time.time()
     with node_lost(lost):
@@ -202,7 +202,7 @@ def test_a_job_whose_first_node_is_lost_is_requeued(person: Person) -> None:
     wait_until_step(run, 10, within_s=LONG_S)
     steps = ("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%j")
     wait_for(lambda: "guard" in command(*steps).split(), within_s=60, what="the step of the guard")
-    lost = read_ledger(run)[0]["nodes"][0]
+    lost = ledger_lines(run)[0]["nodes"][0]
     with node_lost(lost):
         wait_for(lambda: "which is requeued" in (run.logs / "batch.log").read_text(), within_s=120, what="the guard")
     wait_until_finished(run, within_s=LONG_S)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from slurm_train.checkpoint.verify import verify
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from tests.support.command_line import REPOSITORY, TINY, TINY_MODULE, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.own_programs import PROGRAMS, Program
 from tests.support.slurm_runs import losses
 from tests.support.waiting import wait_for
@@ -61,7 +61,7 @@ def test_a_stopped_program_has_the_losses_of_an_undisturbed_one(program: Program
     assert verify(newest).step == stop["step"] < program.steps
     done = person.types(*words, "run.name=stopped", timeout_s=300)
     assert done.code == 0 and run.result.exists(), done.out + done.err
-    first, second = read_ledger(run)
+    first, second = ledger_lines(run)
     assert (first["exit_code"], second["exit_code"]) == (75, 0)
     assert first["last_step"] == second["first_step"] == stop["step"]
     assert losses(run) == losses(run_of(person, "whole")) and max(losses(run)) == program.steps
@@ -166,7 +166,7 @@ def test_the_rank_that_its_peers_lost_is_named(tmp_path: Path, act: str, note: s
     (tmp_path / "mine.py").write_text(PEER.format(act=act))
     person = WarmPerson(tmp_path)
     assert person.types("script=[mine.py]", "run.processes=2", "run.name=lost", timeout_s=120).code != 0
-    (line,) = read_ledger(run_of(person, "lost"))
+    (line,) = ledger_lines(run_of(person, "lost"))
     assert re.match(note, line["note"]), line
 
 
@@ -179,7 +179,7 @@ def test_a_data_set_that_crashes_in_a_process_of_the_loader_shows_where(tmp_path
     person = WarmPerson(tmp_path)
     words = (*TINY, "run.processes=2", "data.num_workers=1", "run.name=crashes")
     assert person.types(*words, timeout_s=120).code == 1
-    (line,) = read_ledger(run_of(person, "crashes"))
+    (line,) = ledger_lines(run_of(person, "crashes"))
     assert re.search(r"by signal: Segmentation fault\. at tiny\.py:\d+ in __getitem__; the code of", line["note"]), line
 
 
@@ -209,7 +209,7 @@ def test_a_loader_of_ones_own_that_crashes_shows_where(tmp_path: Path, words: st
     # Rank 0 writes to the terminal.
     ended = person.types(words, "run.processes=1", "run.name=loads", timeout_s=120)
     assert ended.code == 1 and re.search(r'mine\.py", line 10 in __getitem__', ended.out + ended.err), ended
-    (line,) = read_ledger(run_of(person, "loads"))
+    (line,) = ledger_lines(run_of(person, "loads"))
     assert "killed by signal: Segmentation fault." in line["note"], line
 
 
@@ -218,7 +218,7 @@ def test_a_model_that_ends_its_process_is_named(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(TINY_MODULE.replace("time.sleep(self.step_s)", "exit_now()") + ends)
     person = WarmPerson(tmp_path)
     assert person.types(*TINY, "run.processes=2", "run.name=ends", timeout_s=120).code == 1
-    (line,) = read_ledger(run_of(person, "ends"))
+    (line,) = ledger_lines(run_of(person, "ends"))
     assert re.search(r"sys.exit\(0\) was called in the training, at tiny.py:\d+ in exit_now$", line["note"])
 
 
@@ -228,7 +228,7 @@ def test_a_rank_that_crashes_shows_where(tmp_path: Path, words: str) -> None:
     person = WarmPerson(tmp_path)
     ended = person.types(words, "run.processes=2", "run.name=crash", timeout_s=120)
     assert ended.code != 0
-    (line,) = read_ledger(run_of(person, "crash"))
+    (line,) = ledger_lines(run_of(person, "crash"))
     assert "rank 1 on " in line["note"] and "mine.py:8 in train" in line["note"], line
     logs = person.types("logs", "crash")
     assert "Fatal Python error: Segmentation fault" in logs.out and "string_at" in logs.out, logs.err

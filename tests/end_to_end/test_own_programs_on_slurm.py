@@ -8,10 +8,10 @@ import signal
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from tests.support import light_training
 from tests.support.cluster_faults import start_urgent_job
 from tests.support.command_line import REPOSITORY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.own_programs import PROGRAMS, Program
 from tests.support.process_faults import rank_pid
 from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step
@@ -38,9 +38,9 @@ def test_a_preempted_program_has_the_losses_of_an_undisturbed_one(program: Progr
     job, run = person.types(program.words(step_s=0.3), *where).job_and_run
     wait_until_step(run, 5, within_s=300)
     start_urgent_job(["node3", "node4"])
-    wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
+    wait_for(lambda: len(ledger_lines(run)) == 2, within_s=120, what="a second attempt")
     wait_until_finished(run, within_s=400)
-    first, second = read_ledger(run)
+    first, second = ledger_lines(run)
     assert first["reason"] == "preempted" and first["job_id"] == second["job_id"] == job
     assert second["first_step"] == first["last_step"], "nothing is lost by a polite preemption"
     calm = person.types(program.words(step_s=0.0), "run.processes=2", "run.name=calm", timeout_s=400)
@@ -58,7 +58,7 @@ def test_a_program_that_hangs_is_named_and_started_again(person: Person) -> None
     wait_until_step(run, 21)
     os.kill(rank_pid(run, 1), signal.SIGSTOP)
     wait_until_finished(run, within_s=300)
-    first, second = read_ledger(run)
+    first, second = ledger_lines(run)
     assert (first["action"], second["reason"]) == ("relaunch", "done")
     assert "rank 1 on " in first["note"] and "does not run (stopped or lost), in step at step 2" in first["note"]
     assert second["first_step"] == 20

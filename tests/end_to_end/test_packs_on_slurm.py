@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from tests.campaigns.arrays import restarts
 from tests.support.cluster_faults import take_nodes
 from tests.support.command_line import Person
+from tests.support.ledgers import ledger_lines
 from tests.support.light_training import speed_up, undisturbed_losses
 from tests.support.packs import cpus_of, gpus_of, runs_of, submits_packs
 from tests.support.slurm_runs import command, losses, wait_until_ended, wait_until_finished, wait_until_step
@@ -26,7 +26,7 @@ def test_one_that_fails_and_one_that_is_cancelled_disturb_no_other(person: Perso
     job = str(table[0].job)
     assert [element.job for element in table] == [job] * 4 and job.endswith("_0")
     first, second, cancelled, failing = runs_of(table)
-    wait_for(lambda: read_ledger(failing)[-1:] and read_ledger(failing)[-1].get("action") == "stop", **PATIENCE)
+    wait_for(lambda: ledger_lines(failing)[-1:] and ledger_lines(failing)[-1].get("action") == "stop", **PATIENCE)
     wait_until_step(second, 6)
     assert len(set(gpus_of([first, second, cancelled, failing]))) == 4, "each run has a GPU of its own"
     assert "fails on purpose" in person.types("status", failing.run_id).out
@@ -35,7 +35,7 @@ def test_one_that_fails_and_one_that_is_cancelled_disturb_no_other(person: Perso
     # The warning before the time limit: all save, and the job comes back once.
     command("scancel", "--signal=USR2", job)
     wait_for(
-        lambda: len(read_ledger(first)) == len(read_ledger(second)) == len(read_ledger(cancelled)) == 2, **PATIENCE
+        lambda: len(ledger_lines(first)) == len(ledger_lines(second)) == len(ledger_lines(cancelled)) == 2, **PATIENCE
     )
     wait_until_step(cancelled, max(losses(cancelled)) + 2)
     assert person.types("cancel", table_id, "--where", "seed=3").code == 0
@@ -45,7 +45,7 @@ def test_one_that_fails_and_one_that_is_cancelled_disturb_no_other(person: Perso
     results = [wait_until_finished(run) for run in (first, second)]
     assert [result["step"] for result in results] == [STEPS, STEPS]
     assert set(restarts(job.partition("_")[0]).values()) == {1}, "requeued once, for all"
-    reasons = [[entry["reason"] for entry in read_ledger(run)] for run in (first, second, cancelled, failing)]
+    reasons = [[entry["reason"] for entry in ledger_lines(run)] for run in (first, second, cancelled, failing)]
     assert reasons == [["time_limit", "done"], ["time_limit", "done"], ["time_limit", "stopped"], ["failed"] * 2]
     assert [losses(first), losses(second)] == [undisturbed_losses(STEPS, seed=seed) for seed in (1, 2)]
     assert "2 finished, 1 stopped, 1 failed" in person.types("status", table_id).out
@@ -55,7 +55,7 @@ def test_runs_that_share_a_gpu_have_cpus_of_their_own_and_disturb_no_other(perso
     table = submits_packs(person, "sweep.runs_per_gpu=2", runs=4, pack=4, steps=STEPS)
     job = str(table[0].job)
     first, second, third, failing = runs_of(table)
-    wait_for(lambda: read_ledger(failing)[-1:] and read_ledger(failing)[-1].get("action") == "stop", **PATIENCE)
+    wait_for(lambda: ledger_lines(failing)[-1:] and ledger_lines(failing)[-1].get("action") == "stop", **PATIENCE)
     for run in (first, second, third):
         # All at the same time: a step that waited for the GPU of another would have no step yet.
         wait_until_step(run, 2)
@@ -73,7 +73,7 @@ def test_runs_that_share_a_gpu_have_cpus_of_their_own_and_disturb_no_other(perso
     speed_up(person)
     results = [wait_until_finished(run) for run in (first, second)]
     assert [result["step"] for result in results] == [STEPS, STEPS]
-    reasons = [[entry["reason"] for entry in read_ledger(run)] for run in (first, second, third, failing)]
+    reasons = [[entry["reason"] for entry in ledger_lines(run)] for run in (first, second, third, failing)]
     assert reasons == [["done"], ["done"], ["stopped"], ["failed"] * 2]
     assert [losses(first), losses(second)] == [undisturbed_losses(STEPS, seed=seed) for seed in (1, 2)]
     stopped = losses(third)
@@ -89,13 +89,13 @@ def test_of_sixteen_runs_on_two_nodes_one_fails_and_one_pack_is_preempted(person
     runs = runs_of(table)
     wait_for(lambda: all(losses(run) for run in runs), within_s=600, what="a step of all 16 runs")
     failing = runs[-1]
-    wait_for(lambda: (read_ledger(failing) or [{}])[-1].get("action") == "stop", within_s=600, what="the failed run")
-    (node,) = {node for run in runs[:8] for node in read_ledger(run)[-1]["nodes"]}
+    wait_for(lambda: (ledger_lines(failing) or [{}])[-1].get("action") == "stop", within_s=600, what="the failed run")
+    (node,) = {node for run in runs[:8] for node in ledger_lines(run)[-1]["nodes"]}
     take_nodes([node])
     speed_up(person)
     results = [wait_until_finished(run, within_s=900) for run in runs[:-1]]
     assert {result["step"] for result in results} == {STEPS}
-    reasons = [[entry["reason"] for entry in read_ledger(run)] for run in runs]
+    reasons = [[entry["reason"] for entry in ledger_lines(run)] for run in runs]
     assert reasons == [["preempted", "done"]] * 8 + [["done"]] * 7 + [["failed"] * 2]
     assert restarts(job) == {0: 1, 1: 0}
     assert len(set(gpus_of(runs))) == 8, "each of a node's GPUs was used"

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.support import light_training
 from tests.support.cluster_faults import (
@@ -23,6 +22,7 @@ from tests.support.cluster_faults import (
     start_urgent_job,
 )
 from tests.support.command_line import TINY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.light_training import undisturbed_losses
 from tests.support.process_faults import (
     kill,
@@ -138,7 +138,7 @@ def test_a_controller_that_is_away_costs_nothing(person: Person) -> None:
     assert story(calm) == [("done", "finish")]
     assert story(failing) == [("failed", "relaunch"), ("done", "finish")]
     assert story(warned) == [("time_limit", "requeue"), ("done", "finish")]
-    first, second = read_ledger(warned)
+    first, second = ledger_lines(warned)
     assert second["first_step"] == first["last_step"]
 
 
@@ -148,13 +148,13 @@ def test_a_step_that_a_killed_controller_has_again_holds_nobody_up(person: Perso
     wait_until_step(run, 6, within_s=LONG_S)
     with controller_set_back(job):
         kill(rank_pid(run, 1))
-        wait_for(lambda: len(read_ledger(run)) == 2, within_s=60, what="the second attempt")
+        wait_for(lambda: len(ledger_lines(run)) == 2, within_s=60, what="the second attempt")
         wait_until_step(run, max(losses(run)) + 6, within_s=LONG_S)
     kill(rank_pid(run, 0, attempt=1))
     wait_until_finished(run, within_s=LONG_S)
     failed = ("failed", "relaunch")
     assert story(run) == [failed, failed, ("failed", "requeue"), ("done", "finish")]
-    assert f"{job}.0 of an earlier attempt" in read_ledger(run)[2]["note"]
+    assert f"{job}.0 of an earlier attempt" in ledger_lines(run)[2]["note"]
     assert losses(run) == undisturbed_losses(60)
 
 
@@ -162,7 +162,7 @@ def _awaits_controller(run: RunDirectory) -> bool:
     try:
         rank_pid(run, 0)
     except AssertionError:
-        return "reason" not in read_ledger(run)[-1]
+        return "reason" not in ledger_lines(run)[-1]
     return False
 
 
@@ -191,7 +191,7 @@ def test_preemption_without_grace_and_by_cancelling(person: Person) -> None:
             assert last["reason"] == "done" and first["job_id"] == job
             assert (last["job_id"] == job) is (name != "gone")
             assert losses(run) == undisturbed_losses(40)
-        _, last = read_ledger(runs["cancelled"][1])
+        _, last = ledger_lines(runs["cancelled"][1])
         assert last["lost_work_s"] == 0.0, "with grace the ranks save where they stop"
 
 
@@ -213,7 +213,7 @@ def test_time_limits_with_a_warning_and_without(person: Person) -> None:
         entries = wait_until_ended(run)
         assert {entry["reason"] for entry in entries[:-1]} == {"time_limit"} and len(entries) >= 2
         assert {entry["job_id"] for entry in entries} == {job}
-    assert all(entry["lost_work_s"] == 0 for entry in read_ledger(warned))
+    assert all(entry["lost_work_s"] == 0 for entry in ledger_lines(warned))
 
 
 @pytest.mark.campaign
@@ -221,10 +221,10 @@ def test_a_lost_node_costs_what_came_after_the_last_checkpoint(person: Person) -
     """The node's daemon dies and its ranks live on: Slurm starts the job elsewhere, and the old ranks leave."""
     job, run = submits(person, "lost", "cluster.nodelist=null", steps=120, step_s=0.5)
     wait_until_step(run, 6)
-    node = read_ledger(run)[0]["nodes"][0]
+    node = ledger_lines(run)[0]["nodes"][0]
     zombies = [rank_pid(run, rank) for rank in (0, 1)]
     with daemons_stopped([node]):
-        wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
+        wait_for(lambda: len(ledger_lines(run)) == 2, within_s=120, what="a second attempt")
         for pid in zombies:
             wait_until_gone(pid, within_s=60)
         wait_until_finished(run, within_s=LONG_S)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from slurm_train.metrics import read_metrics
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import name_of
 from tests.support import light_training
 from tests.support.cluster_faults import mounted_over, start_urgent_job
 from tests.support.command_line import TINY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.light_training import undisturbed_losses
 from tests.support.slurm_runs import (
     command,
@@ -59,7 +59,7 @@ def test_scancel_ends_a_run_and_resume_continues_it(person: Person) -> None:
     assert same_run == run and resumed_job != job
     wait_until_finished(run)
     assert job_state(job) == "CANCELLED", "a cancelled job is never brought back"
-    assert int(read_ledger(run)[1]["first_step"]) >= 6
+    assert int(ledger_lines(run)[1]["first_step"]) >= 6
     assert losses(run) == undisturbed_losses(40)
 
 
@@ -72,14 +72,14 @@ def test_cancel_ends_a_run_and_its_script_continues_it_by_hand_and_in_an_salloc(
     assert cancelled.code == 0 and job in cancelled.err
     wait_for_state(job, "CANCELLED")
     by_hand = person.runs("sbatch", "--parsable", str(run.submit_script)).out.strip()
-    wait_for(lambda: len(read_ledger(run)) == 2, within_s=60, what="a second attempt")
+    wait_for(lambda: len(ledger_lines(run)) == 2, within_s=60, what="a second attempt")
     wait_until_step(run, max(losses(run)) + 2)
     command("scancel", by_hand)
     wait_for_state(by_hand, "CANCELLED")
     done = person.runs("salloc", "--nodes=2", "--ntasks-per-node=2", "bash", str(run.submit_script), timeout_s=180)
     assert done.code == 0, done.out + done.err
     wait_until_finished(run)
-    assert [(entry["reason"], entry["world_size"]) for entry in read_ledger(run)] == [
+    assert [(entry["reason"], entry["world_size"]) for entry in ledger_lines(run)] == [
         ("cancelled", 4),
         ("cancelled", 4),
         ("done", 4),
@@ -118,9 +118,9 @@ def test_preemption_brings_the_run_back_by_itself(person: Person, size: str, wor
     job, run = person.types(f"+cluster={size}", *words, "cluster.nodelist=node[3-4]").job_and_run
     wait_until_step(run, 3)
     start_urgent_job(["node3", "node4"])
-    wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
+    wait_for(lambda: len(ledger_lines(run)) == 2, within_s=120, what="a second attempt")
     wait_until_finished(run, within_s=300)
-    first, second = read_ledger(run)
+    first, second = ledger_lines(run)
     assert first["reason"] == "preempted" and first["job_id"] == second["job_id"] == job
     assert second["first_step"] == first["last_step"], "nothing is lost by a polite preemption"
     assert sorted(losses(run)) == list(range(1, 13))

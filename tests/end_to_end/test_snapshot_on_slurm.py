@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from slurm_train.code.provenance import environment_of
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from tests.support import light_training
 from tests.support.command_line import Person
 from tests.support.installed_projects import LAYOUTS, install_editable, make_venv
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import command, wait_for_state, wait_until_finished, wait_until_step
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.full]
@@ -70,7 +70,7 @@ def test_code_edited_while_a_job_waits_or_is_requeued_changes_nothing(
     wait_for_state(job, "PENDING")
     command("scontrol", "release", job, must=False)
     wait_until_finished(run, within_s=240)
-    assert len(read_ledger(run)) == 2
+    assert len(ledger_lines(run)) == 2
     assert [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()] == [["old"] * 3] * 2
     assert "imported from the run's copy of the code: " in run.rank_log(1, 0).read_text()
     attempt, submission = environment_of(run), json.loads(run.provenance.read_text())["environment"]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_preflight
 from slurm_train.rundir.sweep import SweepDirectory, read_table
 from tests.campaigns.arrays import restarts
 from tests.support import light_training
 from tests.support.cluster_faults import take_nodes
 from tests.support.command_line import Person
+from tests.support.ledgers import ledger_lines
 from tests.support.light_training import undisturbed_losses
 from tests.support.process_faults import kill, rank_pid
 from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step
@@ -46,7 +46,7 @@ def test_an_element_that_loses_a_rank_continues_and_the_others_never_notice(pers
     kill(rank_pid(runs[3], 1))
     for run in runs:
         wait_until_finished(run)
-    ledgers = [read_ledger(run) for run in runs]
+    ledgers = [ledger_lines(run) for run in runs]
     assert [[entry["world_size"] for entry in ledger] for ledger in ledgers] == [[1], [1], [2], [2, 2]]
     reasons = [[entry["reason"] for entry in ledger] for ledger in ledgers]
     assert reasons == [["done"], ["done"], ["done"], ["failed", "done"]]
@@ -69,12 +69,12 @@ def test_the_preemption_of_an_element_restarts_no_other(person: Person) -> None:
     runs = [element.run for element in read_table(SweepDirectory(Path(path)))]
     for run in runs:
         wait_until_step(run, 2)
-    (node,) = read_ledger(runs[1])[0]["nodes"]
+    (node,) = ledger_lines(runs[1])[0]["nodes"]
     take_nodes([node])
     light_training.speed_up(person)
     for run in runs:
         wait_until_finished(run)
     assert restarts(job) == {0: 0, 1: 1, 2: 0, 3: 0}
-    reasons = [[entry["reason"] for entry in read_ledger(run)] for run in runs]
+    reasons = [[entry["reason"] for entry in ledger_lines(run)] for run in runs]
     assert reasons == [["done"], ["preempted", "done"], ["done"], ["done"]]
     assert [losses(run) for run in runs] == [undisturbed_losses(seed=seed) for seed in range(1, 5)]

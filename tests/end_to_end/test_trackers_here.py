@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from slurm_train.metrics import read_metrics
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
+from tests.support.ledgers import ledger_lines
 from tests.support.process_faults import kill
 from tests.support.slurm_runs import losses
 from tests.support.tracked_runs import trackio_points, wandb_points
@@ -56,7 +56,7 @@ def test_a_killed_and_a_finished_attempt_are_one_run_of_each_tracker(tmp_path: P
     assert len(list(run.tensorboard.iterdir())) == 2
     ids = {path.name.rpartition("-run-")[2].partition("-")[2] for path in run.trackers.glob("wandb/offline-run-*")}
     assert ids == {json.loads((run.trackers / "wandb.json").read_text())["tracker_id"]}
-    assert [entry["reason"] for entry in read_ledger(run)] == ["failed", "done"]
+    assert [entry["reason"] for entry in ledger_lines(run)] == ["failed", "done"]
 
 
 BROKEN = """

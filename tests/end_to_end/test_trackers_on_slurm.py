@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from tests.support import light_training
 from tests.support.command_line import Person
 from tests.support.extras import NEEDS_WANDB
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import command, wait_for_state, wait_until_ended, wait_until_finished, wait_until_step
 from tests.support.tracked_runs import wandb_points
 from tests.support.waiting import wait_for
@@ -41,7 +41,7 @@ def test_a_requeued_job_is_one_run_of_its_tracker(person: Person) -> None:
     command("scontrol", "requeue", job)
     wait_until_finished(run, within_s=240)
     wait_for_state(job, "COMPLETED")
-    assert len(read_ledger(run)) == 2
+    assert len(ledger_lines(run)) == 2
     state = json.loads((run.trackers / "wandb.json").read_text())
     assert tracker_id(run) == first_id and state["sure_bytes"] == run.metrics.stat().st_size
     logged = [json.loads(line) for line in run.metrics.read_text().splitlines()]

@@ -7,12 +7,12 @@ import signal
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import command, losses, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
@@ -42,8 +42,8 @@ def test_uneven_nodes_train_what_even_ranks_train_whoever_starts_them(person: Pe
         assert wait_until_finished(run)["world_size"] == 3
         assert losses(run) == losses(alone)
         assert weights(run) == weights(alone)
-    assert [entry["restart_count"] for entry in read_ledger(by_srun)] == [0, 1]
-    rounds = read_ledger(by_torchrun)
+    assert [entry["restart_count"] for entry in ledger_lines(by_srun)] == [0, 1]
+    rounds = ledger_lines(by_torchrun)
     assert [(entry["job_id"], entry["restart_count"]) for entry in rounds] == [(other_job, 0)] * 2
     assert [len(entry["nodes"]) for entry in rounds] == [2, 2]
     assert (by_srun.attempt_logs(1) / "rank_2.log").is_file()

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import PATIENCE_S, all_logs
 from tests.support.waiting import wait_for
 
@@ -128,7 +128,7 @@ def test_a_run_is_watched_from_the_queue_to_its_first_failing_rank(
         assert "queued" in written and "failed" in written and "ValueError: no such layer" in written, all_logs(first)
         assert ("\x1b" in written) is (terminal is live)
     code, written = following.ends()
-    node = read_ledger(first)[0]["nodes"][1]
+    node = ledger_lines(first)[0]["nodes"][1]
     assert code == 0 and f"rank 1 on {node} failed first" in written
     assert "\x1b[1;31mValueError: no such layer: attention_17\x1b[0m" in written
     shown = person.types("logs", str(first.path))

@@ -16,28 +16,27 @@ from slurm_train.checkpoint.commit import Place
 from slurm_train.errors import RunError
 from slurm_train.rundir import attempts
 from slurm_train.rundir.attempts import (
-    AttemptStart,
     attempt_secret,
     begin_round,
     check_fence,
-    close_attempt,
     first_round,
     hold_run,
     let_go,
     newest_round,
     open_attempt,
     publish_result,
-    read_ledger,
     read_round,
     rendezvous_secret,
     withdraw_result,
 )
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.files import append_line, make_folder, read_json
+from slurm_train.rundir.ledger import End, Start, record_end
 from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
+from tests.support.ledgers import ledger_lines
 
-START = AttemptStart(job_id="12_3", restart_count=1, nodes=("n1", "n2"), world_size=16)
+START = Start(job_id="12_3", restart_count=1, nodes=("n1", "n2"), world_size=16)
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def test_both_lines_of_an_attempt_are_on_the_disk(run: RunDirectory, monkeypatch
     monkeypatch.setattr(os, "fsync", note)
     number = open_attempt(run, START)
     assert sizes == [run.attempts.stat().st_size]
-    close_attempt(run, number, {"reason": "done"})
+    record_end(run, number, End(time_unix_s=1.0))
     assert sizes[1:] == [run.attempts.stat().st_size]
 
 
@@ -78,9 +77,9 @@ def test_a_number_is_never_given_twice_also_after_gaps(run: RunDirectory) -> Non
 OPENER = """
 import sys
 from pathlib import Path
-from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.attempts import Start, open_attempt
 from slurm_train.rundir.paths import RunDirectory
-start = AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1)
+start = Start(job_id=None, restart_count=0, nodes=("here",), world_size=1)
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(10):
@@ -104,7 +103,7 @@ def test_processes_that_open_at_once_get_different_numbers(run: RunDirectory) ->
         opener.stdin.flush()
     numbers = [int(number) for opener in openers for number in opener.communicate()[0].split()]
     assert sorted(numbers) == list(range(30))
-    assert [entry["attempt"] for entry in read_ledger(run)] == list(range(30))
+    assert [entry["attempt"] for entry in ledger_lines(run)] == list(range(30))
 
 
 def test_the_fence_lets_only_the_newest_through(run: RunDirectory) -> None:
@@ -159,29 +158,6 @@ def test_a_look_lists_nothing_however_many_attempts_there_were(run: RunDirectory
     assert listed == []
 
 
-def test_the_ledger_merges_start_and_end(run: RunDirectory) -> None:
-    number = open_attempt(run, START)
-    (running,) = read_ledger(run)
-    assert "end_time_unix_s" not in running
-    close_attempt(run, number, {"reason": "preempted", "exit_code": 75, "last_step": 40})
-    open_attempt(run, START)
-    entry, other = read_ledger(run)
-    assert "reason" not in other, "the end line stays with its attempt"
-    assert entry["end_time_unix_s"] >= entry["time_unix_s"]
-    assert {key: value for key, value in entry.items() if not key.endswith("time_unix_s")} == {
-        "attempt": 0,
-        "event": "end",
-        "job_id": "12_3",
-        "restart_count": 1,
-        "nodes": ["n1", "n2"],
-        "world_size": 16,
-        "first_committed": None,
-        "reason": "preempted",
-        "exit_code": 75,
-        "last_step": 40,
-    }
-
-
 def test_a_result_replaces_an_older_attempts_and_only_the_newest_publishes(run: RunDirectory) -> None:
     first = open_attempt(run, START)
     publish_result(run, first, {"attempt": first})
@@ -217,8 +193,8 @@ def test_a_withdrawn_result_is_kept_and_no_attempt_until_then_writes_another(run
     assert existing_attempts(run) == [0, 1]
 
 
-SUPERVISOR = AttemptStart(job_id="77", restart_count=2, nodes=("node1", "node2"), world_size=6)
-RANKS = AttemptStart(job_id=None, restart_count=0, nodes=("node2", "node1"), world_size=6)
+SUPERVISOR = Start(job_id="77", restart_count=2, nodes=("node1", "node2"), world_size=6)
+RANKS = Start(job_id=None, restart_count=0, nodes=("node2", "node1"), world_size=6)
 
 
 def test_the_first_round_is_the_attempt_that_the_supervisor_has_opened(run: RunDirectory) -> None:
@@ -228,7 +204,7 @@ def test_the_first_round_is_the_attempt_that_the_supervisor_has_opened(run: RunD
     begun = read_round(run, attempt)
     assert begun is not None and (begun.world_size, begun.first_step) == (6, 0)
     assert (newest_round(run, attempt), first_round(run, attempt)) == (attempt, attempt)
-    assert len(read_ledger(run)) == 1
+    assert len(ledger_lines(run)) == 1
 
 
 def test_ranks_that_are_started_again_are_another_attempt_of_the_same_job(run: RunDirectory) -> None:
@@ -238,7 +214,7 @@ def test_ranks_that_are_started_again_are_another_attempt_of_the_same_job(run: R
     assert begin_round(run, RANKS, first=0) == 1
     assert begin_round(run, RANKS, first=0) == 2
     assert (newest_round(run, 0), first_round(run, 2)) == (2, 0)
-    old, newer, newest = read_ledger(run)
+    old, newer, newest = ledger_lines(run)
     assert (old["reason"], old["action"], old["first_step"], old["last_step"]) == ("failed", "relaunch", 0, 7)
     assert old["note"] == "rank 4 on node2: Boom: no; torchrun starts the ranks again"
     assert newer["note"] == "a rank was killed; torchrun starts the ranks again"
@@ -259,7 +235,7 @@ def test_an_attempt_that_went_back_is_booked_with_its_own_steps(run: RunDirector
     append_line(run.metrics, {"step": 25, "attempt": 1, "loss": 1.0})
     begin_round(run, RANKS, first=0)
     begin_round(run, RANKS, first=0)
-    facts = [tuple(entry[key] for key in ("first_step", "last_step", "step_before")) for entry in read_ledger(run)[:3]]
+    facts = [tuple(entry[key] for key in ("first_step", "last_step", "step_before")) for entry in ledger_lines(run)[:3]]
     assert facts == [(0, 38, 0), (20, 25, 38), (38, 38, 38)], "the third has taken no step"
 
 
@@ -274,11 +250,11 @@ def test_ranks_of_a_step_that_was_overtaken_begin_nothing(run: RunDirectory) -> 
 def test_without_a_supervisor_rank_0_opens_and_closes_all(run: RunDirectory) -> None:
     assert [begin_round(run, RANKS, first=None) for _ in range(2)] == [0, 1]
     assert newest_round(run, 0) == 0, "nobody's step"
-    first, second = read_ledger(run)
+    first, second = ledger_lines(run)
     assert first["reason"] == "failed" and "reason" not in second
     assert second["nodes"] == ["node2", "node1"]
     begin_round(run, RANKS, first=None)
-    assert read_ledger(run)[0] == first, "an attempt ends once"
+    assert ledger_lines(run)[0] == first, "an attempt ends once"
 
 
 def test_the_lobby_has_one_secret_and_says_where_it_is_not_seen(run: RunDirectory, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.events import (
     BAD_NODES_PARTS,
     AcceptedChange,
@@ -35,12 +35,14 @@ from slurm_train.rundir.events import (
     record_change,
     write_preflight,
 )
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
+from tests.support.ledgers import ledger_lines
 
 LR = AcceptedChange(number=1, step=40, config={"optim.lr": [0.3, 0.1]})
 CODE = AcceptedChange(number=2, step=80, code={"old": "a", "new": "b", "files": ["x.py: +1 -0"]})
 BACK = AcceptedChange(number=3, step=90, config={"optim.lr": [0.1, 0.3]}, data={"old": "d1", "new": ""})
-START = AttemptStart(job_id=None, restart_count=0, nodes=("n1",), world_size=1)
+START = Start(job_id=None, restart_count=0, nodes=("n1",), world_size=1)
 
 
 def test_an_attempt_says_which_recorded_changes_it_is_the_first_to_carry(run: RunDirectory) -> None:
@@ -50,7 +52,7 @@ def test_an_attempt_says_which_recorded_changes_it_is_the_first_to_carry(run: Ru
     assert [(item.number, item.step) for item in read_changes(run)] == [(1, 40), (2, 80), (3, 90)]
     open_attempt(run, START)
     open_attempt(run, START)
-    facts = [(entry.get("changes"), entry.get("accepted")) for entry in read_ledger(run)]
+    facts = [(entry.get("changes"), entry.get("accepted")) for entry in ledger_lines(run)]
     assert facts == [(None, None), (3, ["optim.lr", "code", "optim.lr", "data"]), (3, None)]
 
 

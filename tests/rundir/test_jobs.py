@@ -36,6 +36,7 @@ from slurm_train.rundir.jobs import (
     this_process,
 )
 from slurm_train.rundir.paths import RunDirectory
+from tests.support.ledgers import attempt_of
 from tests.support.run_facts import RunFacts, attempt
 
 
@@ -409,5 +410,5 @@ def test_whether_a_run_has_stopped_does_not_depend_on_clocks(
     jobs: list[str], attempts: list[tuple[str, str]], expected: bool, clock_s: float
 ) -> None:
     record = JobRecord(job_ids=tuple(jobs), submit_time_unix_s=1000.0 + clock_s) if jobs else None
-    ledger = [{"job_id": job_id, "action": action, "end_time_unix_s": 1000.0} for job_id, action in attempts]
+    ledger = [attempt_of(job_id=job_id, action=action, end_time_unix_s=1000.0) for job_id, action in attempts]
     assert has_stopped(ledger, record) == expected

@@ -110,11 +110,13 @@ def test_damaged_lines_cost_what_they_would_have_said(run: RunDirectory) -> None
 @pytest.mark.parametrize(
     ("first_committed", "facts", "has_progress"),
     [
-        (-1, {"last_committed": 4}, True),
-        (4, {"last_committed": 4, "last_step": 9, "step_before": 4}, False),
+        (-1, {"last_committed": 0}, True),
+        (5, {"last_committed": 5, "first_step": 1, "last_step": 9}, False),
         # After a rollback.
-        (8, {"last_committed": 4}, True),
+        (5, {"last_committed": 3}, True),
+        (5, {"first_step": 1, "last_step": 1}, False),
         (None, {"first_step": 2, "last_step": 3}, True),
+        (None, {"first_step": 1, "last_step": 10, "step_before": 9}, True),
         (None, {"first_step": 2, "last_step": 3, "step_before": 3}, False),
         (None, {}, False),
     ],

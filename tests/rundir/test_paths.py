@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.files import append_line, create_empty, make_private, write_atomic, write_durable
 from slurm_train.rundir.jobs import clear_dead, complete_stop, take_lock, this_process
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory, require_private, require_room
 
 SOMEBODY = 12345
@@ -45,7 +46,7 @@ def open_bits(root: Path) -> list[str]:
 
 @pytest.mark.usefixtures("_open_umask")
 def test_everything_a_run_writes_is_private_whatever_the_umask(tmp_path: Path, run: RunDirectory) -> None:
-    start = AttemptStart(job_id="1", restart_count=0, nodes=("n",), world_size=1)
+    start = Start(job_id="1", restart_count=0, nodes=("n",), world_size=1)
     attempt = open_attempt(run, start)
     take_lock(run.lock, this_process(), is_alive=lambda _: True)
     append_line(run.events, {"a": 1})

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from slurm_train.checkpoint.commit import STAGING_SUFFIX, Place
-from slurm_train.rundir.attempts import AttemptStart, open_attempt, publish_result
+from slurm_train.rundir.attempts import open_attempt, publish_result
 from slurm_train.rundir.files import rename, write_atomic
 from slurm_train.rundir.jobs import process_lives, read_holder, release_lock, take_lock, this_process
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 
 
@@ -38,7 +39,7 @@ def test_what_was_carried_out_counts(tmp_path: Path) -> None:
     write_atomic(tmp_path / "file", "two")
     assert (tmp_path / "file").read_text() == "two"
     run = RunDirectory(tmp_path)
-    attempt = open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("a",), world_size=1))
+    attempt = open_attempt(run, Start(job_id=None, restart_count=0, nodes=("a",), world_size=1))
     publish_result(run, attempt, {"attempt": attempt})
     assert json.loads(run.result.read_text()) == {"attempt": attempt}
     me = this_process()

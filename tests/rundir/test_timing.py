@@ -33,6 +33,7 @@ from slurm_train.rundir.timing import (
     time_left_s,
     warning_lead_s,
 )
+from tests.support.ledgers import attempt_of
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +76,9 @@ def test_steps_on_record_since_the_sums_were_written_are_booked(run: RunDirector
 
 def test_goodput_is_productive_over_allocated_time() -> None:
     ledger = [
-        {"time_unix_s": 0.0, "end_time_unix_s": 100.0, "step_s": 6.0, "start_s": 3.0, "suspended_s": 90.0},
-        {"time_unix_s": 200.0, "end_time_unix_s": 210.0, "step_s": 8.0, "lost_work_s": 1.0, "evaluate_s": 1.5},
-        {"time_unix_s": 400.0},
+        attempt_of(time_unix_s=0.0, end_time_unix_s=100.0, step_s=6.0, start_s=3.0, suspended_s=90.0),
+        attempt_of(time_unix_s=200.0, end_time_unix_s=210.0, step_s=8.0, lost_work_s=1.0, evaluate_s=1.5),
+        attempt_of(time_unix_s=400.0),
     ]
     found = goodput(ledger)
     assert (found.productive_s, found.allocated_s, found.share) == (13.0, 20.0, 0.65)

@@ -29,9 +29,10 @@ from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.metrics import read_metrics
-from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt, was_saved
+from slurm_train.rundir.attempts import check_fence, open_attempt, was_saved
 from slurm_train.rundir.events import read_events, read_saves
 from slurm_train.rundir.heartbeat import Heartbeat, Limits, has_joined, limits_of, read_beats
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.rundir.timing import ProgramProgress, Spent, read_program, read_record
@@ -143,7 +144,7 @@ if __name__ == "__main__":
 def variables_of(run: RunDirectory) -> dict[str, str]:
     """Returns the environment of a rank of a new attempt of the run, in step 94.0."""
     run.config.write_text(dump_config(RunConfig()))
-    open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1))
+    open_attempt(run, Start(job_id=None, restart_count=0, nodes=("here",), world_size=1))
     step = {"SLURM_JOB_ID": "94", "SLURM_STEP_ID": "0", "SLURM_TRAIN_STEP": "94.0"}
     return {"PYTHONPATH": ":".join(sys.path), "SLURM_TRAIN_RUN_DIR": str(run.path), "SLURM_TRAIN_ATTEMPT": "0", **step}
 
@@ -751,7 +752,7 @@ def test_ranks_without_torch_save_and_resume_and_exchange_by_sockets(tmp_path: P
     run = new_run(tmp_path)
     run.config.write_text(dump_config(RunConfig()))
     run.plan.write_text("{}")
-    open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=3))
+    open_attempt(run, Start(job_id=None, restart_count=0, nodes=("here",), world_size=3))
     run.stop_file.touch()
     (tmp_path / "own.py").write_text(RANK)
 

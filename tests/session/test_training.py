@@ -28,9 +28,10 @@ from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import CheckpointError, ConfigError, RunError
 from slurm_train.metrics import read_metrics
-from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.events import read_saves
 from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.session.joined import JoinedSession
 from slurm_train.session.signals import StopFlag
@@ -1145,7 +1146,7 @@ def train(run: RunDirectory, program: str, *words: str, ranks: int) -> list[tupl
         run.config.write_text(dump_config(RunConfig()))
     path = run.path / "program.py"
     path.write_text(program)
-    attempt = open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=ranks))
+    attempt = open_attempt(run, Start(job_id=None, restart_count=0, nodes=("here",), world_size=ranks))
     base = {**os.environ, "SLURM_TRAIN_RUN_DIR": str(run.path), "SLURM_TRAIN_ATTEMPT": str(attempt)}
     started = [start_rank(path, *words, env=env) for env in rank_environments(ranks, base)]
     texts = [rank.communicate(timeout=240.0)[1] for rank in started]

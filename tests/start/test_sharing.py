@@ -16,8 +16,9 @@ from slurm_train.code.snapshot import Source
 from slurm_train.errors import RunError
 from slurm_train.metrics import MetricsWriter
 from slurm_train.plan.plan import RunPlan
-from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.jobs import record_job, take_lock, this_process
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.job_request import JobRequest
 from slurm_train.start.write import require_writable, write_run
@@ -54,7 +55,7 @@ def written(folder: Path, share: str, **more: object) -> RunPlan:
     source = Source({"": folder}, files={name: folder / name for name in ("open.py", "closed.py")})
     write_run(plan, source, request=JobRequest(components=({},), script="#"))
     record_job(plan.run, "12")
-    start = AttemptStart(job_id="12", restart_count=0, nodes=("node1",), world_size=1)
+    start = Start(job_id="12", restart_count=0, nodes=("node1",), world_size=1)
     open_attempt(plan.run, start)
     MetricsWriter(plan.run.metrics).write({"loss": 1.0})
     take_lock(plan.run.lock, this_process(), is_alive=lambda _: True)

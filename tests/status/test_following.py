@@ -13,18 +13,20 @@ from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import RunError
 from slurm_train.rundir import pins
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.events import SaveLog
 from slurm_train.rundir.jobs import record_job, take_lock, this_process
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints, name_of
 from slurm_train.rundir.pins import list_pins, renew_lease
 from slurm_train.rundir.scores import read_scores
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status import following
 from slurm_train.status.following import REMOVED, Follower, Waiting, summaries_of, summary_of
+from tests.support.ledgers import close_attempt
 from tests.support.small_checkpoints import make_checkpoint, steps_in
 
-START = AttemptStart(job_id=None, restart_count=0, nodes=("n1",), world_size=1)
+START = Start(job_id=None, restart_count=0, nodes=("n1",), world_size=1)
 
 
 class Killed(BaseException):

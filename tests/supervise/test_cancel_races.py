@@ -15,8 +15,8 @@ import pytest
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import ClusterError
-from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.jobs import Holder, record_job
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import ControllerAway
 from slurm_train.slurm.records import JobState
@@ -131,7 +131,7 @@ class Job(Scheduler):
     can_relaunch = True
 
     def __init__(self, run: RunDirectory, controller: Controller, job_id: str = JOB) -> None:
-        super().__init__(AttemptStart(job_id=job_id, restart_count=0, nodes=("node1",), world_size=2), {})
+        super().__init__(Start(job_id=job_id, restart_count=0, nodes=("node1",), world_size=2), {})
         self.holder = Holder(job_id=job_id, host="node1", pid=1, started="1")
         self._run, self._controller = run, controller
 

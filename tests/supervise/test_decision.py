@@ -1,29 +1,28 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_train.config.schema import RequeueSection
+from slurm_train.rundir.ledger import Action, Attempt, Reason
 from slurm_train.supervise.decision import (
-    Action,
     Course,
     JobAtEnd,
     NodesAtEnd,
     Outcome,
-    Reason,
     advice_on,
     decide,
     ends_without_progress,
-    last_bad_node,
-    made_progress,
+    last_failed_on,
     node_of,
     starts_without_progress,
 )
 from slurm_train.supervise.growth import Growth
+from tests.support.ledgers import attempt_of
 
 RUNNING = {"JobState": "RUNNING", "PreemptTime": "None", "Reason": "None", "Restarts": "0"}
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-01-31T09:41:24"}
@@ -194,7 +193,7 @@ outcomes = st.builds(
 @given(outcomes)
 def test_a_job_comes_back_only_where_slurm_said_why(outcome: Outcome) -> None:
     decision = decide(outcome)
-    assert decision.reason in get_args(Reason) and decision.action in get_args(Action)
+    assert isinstance(decision.reason, Reason) and isinstance(decision.action, Action)
     assert bool(decision.exclude) <= (decision.action == "requeue" and bool(outcome.nodes.bad))
     if decision.action in ("requeue", "leave") and not decision.exclude:
         assert outcome.job.record is not None and not outcome.stop_asked
@@ -209,29 +208,13 @@ def test_a_job_comes_back_only_where_slurm_said_why(outcome: Outcome) -> None:
         assert outcome.is_finished
 
 
-def end(reason: str, **facts: Any) -> dict[str, Any]:
-    return {"reason": reason, "action": "requeue", "end_time_unix_s": 90.0, "time_unix_s": 10.0, **facts}
-
-
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        ({"first_committed": -1, "last_committed": 0}, True),
-        ({"first_committed": 5, "last_committed": 5, "first_step": 1, "last_step": 9}, False),
-        ({"first_committed": 5, "last_committed": 3}, True),
-        ({"first_step": 1, "last_step": 9}, True),
-        ({"first_committed": 5, "first_step": 1, "last_step": 1}, False),
-        ({"first_step": 1, "last_step": 9, "step_before": 9}, False),
-        ({"first_step": 1, "last_step": 10, "step_before": 9}, True),
-        ({}, False),
-    ],
-)
-def test_an_attempt_brought_a_run_on_by_a_commit_else_by_a_step(facts: dict[str, int], expected: bool) -> None:
-    assert made_progress(facts) is expected
+def end(reason: str, **facts: Any) -> Attempt:
+    values = {"action": "requeue", "end_time_unix_s": 90.0, "time_unix_s": 10.0, **facts}
+    return attempt_of(reason=reason, **values)
 
 
 def test_ends_count_since_the_newest_that_brought_the_run_on_or_stopped_it() -> None:
-    vain = [end("failed"), end("preempted"), end("lost"), end("requeued"), {"attempt": 9}]
+    vain = [end("failed"), end("preempted"), end("lost"), end("requeued"), attempt_of(attempt=9)]
     assert ends_without_progress(vain) == {"failed": 1, "preempted": 2, "node_failure": 1}
     assert ends_without_progress([*vain, end("preempted", first_step=1, last_step=2), *vain]) == ends_without_progress(
         vain
@@ -258,8 +241,8 @@ def test_starts_of_a_job_that_left_no_trace_count_as_starts_without_progress() -
         (end("failed"), ""),
     ],
 )
-def test_a_node_is_blamed_for_a_failure_without_progress_alone(newest_end: dict[str, Any], node: str) -> None:
-    assert last_bad_node([end("failed", failed_on="node1"), newest_end]) == node
+def test_a_node_is_blamed_for_a_failure_without_progress_alone(newest_end: Attempt, node: str) -> None:
+    assert last_failed_on([end("failed", failed_on="node1"), newest_end]) == ((node,) if node else ())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.events import FailureMark, Finding, leave_mark, read_marks
+from slurm_train.rundir.ledger import End, Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.records import TaskEnd
 from slurm_train.supervise.evidence import (
@@ -20,6 +21,7 @@ from slurm_train.supervise.evidence import (
     with_crash_place,
     with_missing_variable,
 )
+from tests.support.ledgers import attempt_of
 
 MARK = FailureMark(
     rank=3, host="node2", exit_code=1, message="ValueError: no such layer", place="model.py:41 in forward"
@@ -28,14 +30,10 @@ FULL = Finding(code="DISK_FULL", level="error", seen="0 GiB left", todo="free so
 SICK = Finding(code="GPU_SICK", level="error", seen="Xid 79", todo="reset it", node="node3", blames_node=True)
 SLOW = Finding(code="SLOW_NODE", level="warning", seen="half the speed", todo="wait", node="node4", blames_node=True)
 EVIDENCE = Evidence(
-    attempt=1,
-    entry={"attempt": 1},
-    progress={"exit_code": 1},
-    seconds={},
-    start_unix_s=0.0,
-    end_unix_s=9.0,
-    ledger=[{"attempt": 0, "reason": "failed", "failed_on": "node2", "action": "relaunch"}],
-    has_progress=False,
+    number=1,
+    start=Start(first_committed=0),
+    end=End(time_unix_s=9.0, exit_code=1),
+    ledger=[attempt_of(reason="failed", failed_on="node2", action="relaunch")],
     findings=[],
     mark=None,
     previous_marks=[],
@@ -100,7 +98,7 @@ def test_the_cause_is_the_word_of_the_best_witness(
 
 
 def test_a_mark_is_no_cause_where_the_ranks_ended_as_they_should() -> None:
-    diagnosis = diagnose(replace(EVIDENCE, mark=MARK, progress={"exit_code": 75}), QUIET, has_failed=False)
+    diagnosis = diagnose(replace(EVIDENCE, mark=MARK, end=End(time_unix_s=9.0, exit_code=75)), QUIET, has_failed=False)
     assert (diagnosis.cause, diagnosis.exit_code) == ("", 75)
 
 
@@ -111,7 +109,7 @@ def test_a_mark_is_no_cause_where_the_ranks_ended_as_they_should() -> None:
 )
 def test_the_kernel_is_named_for_ranks_of_its_own_node(violent_end: str, had_oom_kill: bool, is_named: bool) -> None:
     around = replace(QUIET, violent_end=violent_end, had_oom_kill=had_oom_kill)
-    diagnosis = diagnose(replace(EVIDENCE, progress={"exit_code": 137}), around, has_failed=True)
+    diagnosis = diagnose(replace(EVIDENCE, end=End(time_unix_s=9.0, exit_code=137)), around, has_failed=True)
     assert diagnosis.cause.endswith("(an oom-kill by the kernel)") is is_named
 
 
@@ -119,7 +117,7 @@ def test_the_kernel_is_named_for_ranks_of_its_own_node(violent_end: str, had_oom
     ("evidence", "around", "failed_on", "to_avoid"),
     [
         ({"mark": MARK}, {}, "node2", "node2"),
-        ({"mark": MARK, "has_progress": True}, {}, "node2", ""),
+        ({"mark": MARK, "end": replace(EVIDENCE.end, last_committed=4)}, {}, "node2", ""),
         ({"mark": MARK, "previous_marks": [MARK]}, {}, "node2", ""),
         ({"mark": replace(MARK, host="node4")}, {}, "node4", ""),
         ({"findings": [SICK]}, {}, "node3", "node3"),
@@ -159,7 +157,7 @@ def test_a_node_is_avoided_where_it_is_to_blame(
 def test_the_same_exception_counts_as_repeated_unless_a_person_started_the_run_again() -> None:
     evidence = replace(EVIDENCE, mark=MARK, previous_marks=[replace(MARK, rank=0, host="node9")])
     assert diagnose(evidence, QUIET, has_failed=True).is_repeated
-    stopped = replace(evidence, ledger=[{**EVIDENCE.ledger[0], "action": "stop"}])
+    stopped = replace(evidence, ledger=[attempt_of(reason="failed", failed_on="node2", action="stop")])
     assert not diagnose(stopped, QUIET, has_failed=True).is_repeated
 
 
@@ -210,7 +208,7 @@ def test_a_rank_that_left_no_mark(tmp_path: Path, marks: list[FailureMark], ends
 
 
 def test_a_node_that_lacks_the_program_is_no_wrong_use() -> None:
-    evidence = replace(EVIDENCE, progress={"exit_code": 2})
+    evidence = replace(EVIDENCE, end=End(time_unix_s=9.0, exit_code=2))
     assert diagnose(evidence, replace(QUIET, silent_end=SILENT), has_failed=True).exit_code == 1
     assert diagnose(evidence, QUIET, has_failed=True).exit_code == 2
 
@@ -223,7 +221,7 @@ def test_ranks_whose_step_slurm_did_not_create_had_not_begun() -> None:
 
 
 def test_ranks_that_ended_well_had_begun_whatever_the_preflight_found() -> None:
-    evidence = replace(EVIDENCE, findings=[SICK], progress={"exit_code": 0})
+    evidence = replace(EVIDENCE, findings=[SICK], end=End(time_unix_s=9.0, exit_code=0))
     assert diagnose(evidence, QUIET, has_failed=False).had_begun
     assert not diagnose(evidence, QUIET, has_failed=True).had_begun
 
@@ -236,10 +234,8 @@ def test_room_that_lacked_is_the_preflights_word() -> None:
 
 def test_a_stop_without_a_save_says_what_time_was_left() -> None:
     stop = {"event": "stop", "asked_by": "TERM", "saved": False, "left_s": 4.2, "save_s": 30.0}
-    evidence = replace(EVIDENCE, stop=stop, findings=[SICK], seconds={"start_s": 3.0})
+    evidence = replace(EVIDENCE, stop=stop)
     assert "4 s" in evidence.not_saved and "30 s" in evidence.not_saved
-    expected = {"exit_code": 1, "asked_by": "TERM", "found": "GPU_SICK node3", "start_s": 3.0}
-    assert evidence.facts == expected and EVIDENCE.facts == {"exit_code": 1}
 
 
 CRASH = """

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from slurm_train.rundir.ledger import Attempt
 from slurm_train.supervise.growth import (
     Measured,
     Prospect,
@@ -14,6 +15,7 @@ from slurm_train.supervise.growth import (
     step_seconds,
     wait_seconds,
 )
+from tests.support.ledgers import attempt_of
 
 NODES = ["node1", "node2", "node3", "node4"]
 
@@ -62,13 +64,13 @@ def test_the_arithmetic_can_be_read() -> None:
     assert assess(prospect(larger_step=Measured(seconds=2.5))).pays_after_s == math.inf
 
 
-def attempt(nodes: int, begin_unix_s: float, end_unix_s: float | None = None, **facts: Any) -> dict[str, Any]:
-    """A line of the ledger: an attempt on so many nodes."""
+def attempt(nodes: int, begin_unix_s: float, end_unix_s: float | None = None, **facts: Any) -> Attempt:
+    """An attempt on so many nodes."""
     end = {} if end_unix_s is None else {"end_time_unix_s": end_unix_s, "action": "relaunch", "reason": "node_failure"}
-    return {"attempt": 0, "nodes": NODES[:nodes], "time_unix_s": begin_unix_s, **end, **facts}
+    return attempt_of(**{"nodes": NODES[:nodes], "time_unix_s": begin_unix_s, **end, **facts})
 
 
-def growth(nodes: int, begin_unix_s: float, end_unix_s: float) -> dict[str, Any]:
+def growth(nodes: int, begin_unix_s: float, end_unix_s: float) -> Attempt:
     """An attempt that ended for the sake of four nodes, which pay after 100 s."""
     facts = {"reason": "growth", "action": "requeue", "grow_to": 4, "pays_after_s": 100.0}
     return attempt(nodes, begin_unix_s, end_unix_s, **facts)
@@ -98,7 +100,7 @@ def growth(nodes: int, begin_unix_s: float, end_unix_s: float) -> dict[str, Any]
         ),
     ],
 )
-def test_each_failed_growth_doubles_the_wait(ledger: list[dict[str, Any]], factor: int) -> None:
+def test_each_failed_growth_doubles_the_wait(ledger: list[Attempt], factor: int) -> None:
     assert wait_seconds(ledger, every_s=60.0) == 60.0 * factor
 
 

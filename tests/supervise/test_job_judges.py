@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.rundir.attempts import close_attempt, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.events import FailureMark, leave_mark, read_events
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import CheckpointName, RunDirectory
@@ -21,6 +21,7 @@ from slurm_train.supervise.job_judges import GrowthWatch, LostNodes, StepsInTheW
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.scheduler import Room, SlurmJob
 from tests.supervise.looks import Eyes
+from tests.support.ledgers import close_attempt
 
 NODES = ("node1", "node2", "node3")
 

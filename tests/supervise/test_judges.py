@@ -21,10 +21,11 @@ import pytest
 
 from slurm_train.config.schema import ParallelSection
 from slurm_train.errors import ClusterError
-from slurm_train.rundir.attempts import AttemptStart, begin_round, open_attempt, read_ledger
+from slurm_train.rundir.attempts import begin_round, open_attempt
 from slurm_train.rundir.events import Finding, first_mark, read_events, write_preflight
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.heartbeat import Beat, Heartbeat, Limits, read_beats
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice, read_notice, read_windows
 from slurm_train.supervise import judges as module
@@ -35,6 +36,7 @@ from slurm_train.supervise.watch import Watch
 from tests.supervise.looks import Eyes
 from tests.support.command_line import TINY, TINY_MODULE, new_project
 from tests.support.faulty_files import FaultyFiles
+from tests.support.ledgers import ledger_lines
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from tests.support.warm_commands import WarmPerson
@@ -221,7 +223,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_ranks_that_torchrun_starts_again_are_told_as_well(run: RunDirectory) -> None:
-    start = AttemptStart(job_id="7", restart_count=0, nodes=("here",), world_size=1)
+    start = Start(job_id="7", restart_count=0, nodes=("here",), world_size=1)
     begin_round(run, start, first=open_attempt(run, start))
     with keeping_time(run, Slurm(5e9)):
         wait_for(lambda: read_notice(run, 0).end_unix_s == 5e9, within_s=60, what="a notice", poll_s=0.01)
@@ -321,7 +323,7 @@ def test_a_rank_that_hangs_is_named_and_the_ranks_are_ended(
     (event,) = read_events(run, "hang")
     assert event["ranks"] == [rank] and "StuckNumbers" not in err
     assert re.fullmatch(sentence, event["sentence"]), event["sentence"]
-    assert event["sentence"] in err and event["sentence"] in read_ledger(run)[0]["note"]
+    assert event["sentence"] in err and event["sentence"] in ledger_lines(run)[0]["note"]
     mark = first_mark(run, 0)
     assert mark is not None and mark.rank == rank
     # A stopped rank writes nothing; the other one shows where it waits.
@@ -333,7 +335,7 @@ def test_ranks_that_torchrun_has_started_again_are_the_ones_that_are_watched(
 ) -> None:
     monkeypatch.setattr(HangWatchdog, "_STACKS_WITHIN_S", 0.0)
     run = RunDirectory(tmp_path)
-    start = AttemptStart(job_id="7", restart_count=0, nodes=("here",), world_size=1)
+    start = Start(job_id="7", restart_count=0, nodes=("here",), world_size=1)
     begin_round(run, start, first=open_attempt(run, start))
     now_s = 0.0
     # By attempt. What is left of the round before looks hung, and is over.

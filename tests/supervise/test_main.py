@@ -14,13 +14,13 @@ import pytest
 
 from slurm_train.config.frozen import dump_config, load_config
 from slurm_train.config.schema import ClusterSection, RequeueSection, RunConfig
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import Holder, read_job, release_lock, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.main import supervise_here
 from slurm_train.tools.trackers import build_trackers
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.command_line import Done, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.run_facts import RunFacts
 from tests.support.waiting import wait_for
 
@@ -101,7 +101,7 @@ def test_the_step_gets_its_attempt_and_where_to_meet(batch: Batch) -> None:
     assert not set(left_over) & set(env) and env["SLURM_JOB_ID"] == "77"
     assert 1024 < int(env["MASTER_PORT"]) < 65536
     assert (batch.here / "words").read_text().split() == [f"--output={batch.run.logs}/attempt_0/r", "x"]
-    (line,) = read_ledger(batch.run)
+    (line,) = ledger_lines(batch.run)
     assert (line["reason"], line["nodes"], line["world_size"]) == ("done", ["node2", "node3"], 8)
     record = read_job(batch.run)
     assert record.job_id == "77", "a script submitted by hand is this run's job from now on"
@@ -132,7 +132,7 @@ def test_a_job_waits_for_whoever_writes_the_run(batch: Batch) -> None:
 def test_a_job_that_takes_over_from_a_cancelled_one_does_not_begin(batch: Batch) -> None:
     batch.run.stop_file.write_text(json.dumps({"jobs": ["76"], "newest_job": 76}))
     done = batch.supervises(TRAIN_CONTINUES_JOB="76")
-    assert done.code == 1 and read_ledger(batch.run) == [] and batch.run.stop_file.exists(), done.err
+    assert done.code == 1 and ledger_lines(batch.run) == [] and batch.run.stop_file.exists(), done.err
 
 
 @pytest.mark.parametrize(("state", "begins"), [("CANCELLED by 0", False), ("FAILED", True), (None, True)])
@@ -144,7 +144,7 @@ def test_a_job_asks_slurm_whether_the_one_before_was_cancelled(
     if state is not None:
         slurm.account("76", state)
     done = batch.supervises(TRAIN_CONTINUES_JOB="76")
-    assert (done.code == 0, bool(read_ledger(batch.run))) == (begins, begins), done.err
+    assert (done.code == 0, bool(ledger_lines(batch.run))) == (begins, begins), done.err
     assert ("job 76, which this one was to continue, was cancelled" in done.err) is not begins
     assert (batch.here / "words").exists() is begins, "whether ranks were started"
 
@@ -156,7 +156,7 @@ def test_nodes_that_do_not_see_the_run_end_the_job_at_once_by_name(batch: Batch)
     assert done.code == 2 and text in done.err
     assert text in (batch.run.attempt_logs(0) / "batch.log").read_text()
     assert not (batch.here / "words").exists(), "no rank was started"
-    assert read_ledger(batch.run)[0]["exit_code"] == 2
+    assert ledger_lines(batch.run)[0]["exit_code"] == 2
 
 
 def test_a_slurm_that_does_not_answer_does_not_lose_the_ledger(batch: Batch) -> None:
@@ -167,13 +167,13 @@ def test_a_slurm_that_does_not_answer_does_not_lose_the_ledger(batch: Batch) -> 
     done = batch.supervises()
     assert done.code == 75
     assert "Slurm does not give the record of job 77" in done.err
-    assert read_ledger(batch.run)[0]["reason"] == "unknown"
+    assert ledger_lines(batch.run)[0]["reason"] == "unknown"
 
 
 def test_outside_a_job_it_says_where_it_belongs(batch: Batch) -> None:
     done = batch.supervises(SLURM_JOB_ID="")
     assert done.code == 2 and "SLURM_JOB_ID is not set" in done.err
-    assert read_ledger(batch.run) == []
+    assert ledger_lines(batch.run) == []
 
 
 def plant(code: Path, canary: Path) -> None:
@@ -245,7 +245,7 @@ def test_ctrl_c_here_is_a_polite_stop(number: signal.Signals, person: Person) ->
     stopped = {path.name: path.read_text() for path in person.folder.glob("stopped_*")}
     assert stopped == {name: str(int(signal.SIGUSR2)) for name in ("stopped_0", "stopped_1")}
     (run,) = (RunDirectory(path.parent) for path in person.folder.glob("runs/*/*/config.yaml"))
-    (line,) = read_ledger(run)
+    (line,) = ledger_lines(run)
     assert (line["reason"], line["exit_code"]) == ("stopped", 75)
     assert not run.lock.exists() and not run.result.exists()
     assert json.loads(run.plan.read_text())["world"]["size"] == 2

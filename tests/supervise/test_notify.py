@@ -18,7 +18,8 @@ import pytest
 from slurm_train.config.schema import RequeueSection
 from slurm_train.config.secrets import refuse_secrets
 from slurm_train.errors import ConfigError
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
+from slurm_train.rundir.attempts import open_attempt
+from slurm_train.rundir.ledger import Action, Reason, Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise import notify as module
 from slurm_train.supervise.best_effort import BestEffort
@@ -27,6 +28,7 @@ from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor
 from tests.support.command_line import Person, new_project
+from tests.support.ledgers import close_attempt
 from tests.support.waiting import wait_for
 
 
@@ -210,14 +212,14 @@ def test_nobody_is_told_of_a_run_that_was_stopped_or_comes_back_for_the_first_ti
     def ends(action: str, reason: str, *, is_hung: bool = False) -> None:
         supervisor = Supervisor(
             run,
-            Scheduler(AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1), {}),
+            Scheduler(Start(job_id=None, restart_count=0, nodes=("here",), world_size=1), {}),
             RequeueSection(notify_after=2),
             notify=Recorder(run, ["true"], env={}, say=told.append),  # type: ignore[arg-type]
         )
         attempt = open_attempt(run, supervisor._start())
         close_attempt(run, attempt, {"reason": reason, "action": action})
         end = SimpleNamespace(attempt=attempt, is_hung=is_hung)
-        decision = Decision(reason, action, "a note")  # type: ignore[arg-type]
+        decision = Decision(Reason(reason), Action(action), "a note")
         supervisor._notify_of_end(end, decision, BestEffort())  # type: ignore[arg-type]
 
     ends("stop", "cancelled")

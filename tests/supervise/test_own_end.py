@@ -11,6 +11,7 @@ from slurm_train.rundir.files import append_line
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import ProgramProgress
 from slurm_train.supervise.own_end import EndKind, OwnEnd, judge, progress_line, read_end
+from tests.support.ledgers import attempt_of
 
 FINISHED, STOPPED, EARLY = EndKind
 BAR = "\rtrain:  40%|####      | 48/120 [00:10<00:12]\rtrain:  41%|####      | 49/120 [00:11<00:12]"
@@ -80,10 +81,10 @@ def test_a_second_start_that_prints_no_progress_has_refused(
     run = RunDirectory(tmp_path)
     _print(run, 0, first)
     _print(run, 1, second)
-    ledger = [{"attempt": 0}, {"attempt": 1}]
+    ledger = [attempt_of(attempt=0), attempt_of(attempt=1)]
     assert judge(read_end(run, 1, ledger, was_asked=False))[0] is kind
     # A person has changed what the program is to do.
-    changed = [{"attempt": 0}, {"attempt": 1, "changes": 1}]
+    changed = [attempt_of(), attempt_of(attempt=1, changes=1)]
     assert judge(read_end(run, 1, changed, was_asked=False))[0] is FINISHED
 
 
@@ -91,7 +92,7 @@ def test_what_was_left_to_do_is_said_by_the_newest_line_of_progress(tmp_path: Pa
     run = RunDirectory(tmp_path)
     for attempt, text in enumerate(("step 8 of 11\nstep 9 of 11\nstep 10 of 11\n", "step 11 of 11\n", "done\n")):
         _print(run, attempt, text)
-    ledger = [{"attempt": attempt} for attempt in range(3)]
+    ledger = [attempt_of(attempt=attempt) for attempt in range(3)]
     assert judge(read_end(run, 2, ledger, was_asked=False))[0] is FINISHED
 
 
@@ -114,7 +115,7 @@ def test_a_program_that_has_reported_steps_is_compared_with_the_attempt_before(
         told.write(run.program(1))
     if step_on_record is not None:
         append_line(run.metrics, {"step": step_on_record, "attempt": 1, "loss": 1.0})
-    ledger = [{"attempt": 0, "last_step": 9}, {"attempt": 1, "first_committed": 8}]
+    ledger = [attempt_of(attempt=0, last_step=9), attempt_of(attempt=1, first_committed=8)]
     assert judge(read_end(run, 1, ledger, was_asked=False))[0] is kind
     # It was killed after its last step, so nothing was left to do.
     run.attempt_logs(0).mkdir(parents=True)
@@ -133,16 +134,16 @@ def test_a_program_that_reports_now_and_then_ends_before_its_next_report(
         append_line(run.metrics, {"step": reported, "attempt": 0, "loss": 1.0, "max_steps": 90})
     append_line(run.metrics, {"step": step + 1, "attempt": 0, "eval_loss": 1.0})
     ProgramProgress(step=step, max_steps=90).write(run.program(0))
-    assert judge(read_end(run, 0, [{"attempt": 0}], was_asked=False))[0] is kind
+    assert judge(read_end(run, 0, [attempt_of()], was_asked=False))[0] is kind
 
 
 def test_a_ledger_of_an_earlier_version_is_no_evidence(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     _print(run, 0, "")
-    end = read_end(run, 0, [{"attempt": 0, "first_committed": None}], was_asked=False)
+    end = read_end(run, 0, [attempt_of()], was_asked=False)
     assert judge(end)[0] is FINISHED
     note_saved(run, 0)
-    assert judge(read_end(run, 0, [{"attempt": 0}], was_asked=False))[0] is STOPPED
+    assert judge(read_end(run, 0, [attempt_of()], was_asked=False))[0] is STOPPED
 
 
 def test_a_program_that_saves_without_the_session_tells_no_step_to_compare(tmp_path: Path) -> None:
@@ -151,5 +152,5 @@ def test_a_program_that_saves_without_the_session_tells_no_step_to_compare(tmp_p
     _print(run, 1, "")
     for attempt in range(2):
         ProgramProgress().write(run.program(attempt))
-    ledger = [{"attempt": 0, "last_step": 0}, {"attempt": 1, "first_committed": 23}]
+    ledger = [attempt_of(attempt=0, last_step=0), attempt_of(attempt=1, first_committed=23)]
     assert judge(read_end(run, 1, ledger, was_asked=False))[0] is FINISHED

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from slurm_train.config.schema import RequeueSection
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt, read_ledger
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.jobs import ask_to_stop, left_jobs, record_job
+from slurm_train.rundir.ledger import Action, Reason, Start, read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.status.run_status import read_files
@@ -16,6 +17,7 @@ from slurm_train.supervise.pack import PackedJob, return_of
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.supervisor import Supervisor
 from tests.fakes.slurm_commands import FakeSlurmCommands
+from tests.support.ledgers import close_attempt, ledger_lines
 
 
 class Pack:
@@ -34,14 +36,14 @@ class Pack:
         return job
 
     def ends(self, **facts: object) -> None:
-        start = AttemptStart(job_id="7_1", restart_count=self.allocation.restart_count, nodes=("node1",), world_size=1)
+        start = Start(job_id="7_1", restart_count=self.allocation.restart_count, nodes=("node1",), world_size=1)
         close_attempt(self.run, open_attempt(self.run, start), facts)
 
 
 def test_a_supervisor_in_a_pack_does_not_requeue_the_job(tmp_path: Path) -> None:
     pack = Pack(tmp_path)
     supervisor = Supervisor(pack.run, pack.job(), RequeueSection())
-    assert supervisor.come_back(Decision("preempted", "requeue", "preempted")) == 75
+    assert supervisor.come_back(Decision(Reason.PREEMPTED, Action.REQUEUE, "preempted")) == 75
     assert pack.commands.requeued == []
 
 
@@ -53,11 +55,11 @@ def test_the_steps_of_the_runs_of_a_pack_have_different_names(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({"reason": "time_limit", "note": "as said"}, Decision("time_limit", "requeue", "as said")),
-        ({"reason": "failed", "failed_on": "node1"}, Decision("failed", "requeue", "", exclude=("node1",))),
+        ({"reason": "time_limit", "note": "as said"}, Decision(Reason.TIME_LIMIT, Action.REQUEUE, "as said")),
+        ({"reason": "failed", "failed_on": "node1"}, Decision(Reason.FAILED, Action.REQUEUE, "", exclude=("node1",))),
         (
             {"reason": "file_system"},
-            Decision("file_system", "requeue", "the run could not write its files", delay_s=60),
+            Decision(Reason.FILE_SYSTEM, Action.REQUEUE, "the run could not write its files", delay_s=60),
         ),
     ],
 )
@@ -80,7 +82,7 @@ def test_a_run_that_a_person_has_stopped_does_not_bring_its_pack_back(action: st
 def test_a_run_that_could_open_no_attempt_comes_back_later(tmp_path: Path) -> None:
     Pack(tmp_path).ends(action="requeue", reason="preempted")
     assert return_of(tmp_run := RunDirectory(tmp_path), Pack(tmp_path, restart_count=1).job(SlurmJob)).delay_s == 60
-    assert len(read_ledger(tmp_run)) == 1
+    assert len(ledger_lines(tmp_run)) == 1
 
 
 def test_a_run_that_has_stopped_for_good_does_not_start_again_with_its_pack(tmp_path: Path) -> None:

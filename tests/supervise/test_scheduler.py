@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.rundir.attempts import close_attempt, open_attempt
+from slurm_train.rundir.attempts import open_attempt
+from slurm_train.rundir.ledger import Action, Reason
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import ControllerAway
@@ -20,6 +21,7 @@ from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.scheduler import Room, SlurmJob, ask_with_retries, requeue_job, wait_until_requeued
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
+from tests.support.ledgers import close_attempt
 
 RUNNING = {"JobState": "RUNNING", "Restarts": "0"}
 
@@ -142,7 +144,7 @@ def test_a_job_is_put_off_and_kept_off_nodes_where_it_was_requeued(tmp_path: Pat
     allocation = Allocation(requeue_id="7", restart_count=0, nodes=("node1",), tasks_per_node=(1,))
     job = SlurmJob(RunDirectory(tmp_path), allocation, {}, pool=NodePool.whole(allocation), retry_s=0.0)
     job.commands = commands = fake(JobState=state)  # type: ignore[assignment]
-    decision = Decision("node_failure", "requeue", "", exclude=("node1",), delay_s=60)
+    decision = Decision(Reason.NODE_FAILURE, Action.REQUEUE, "", exclude=("node1",), delay_s=60)
     is_requeued = job.requeue(decision)
     assert is_requeued is (state == "RUNNING"), "a cancelled job completes"
     found = (commands.fields["7"].get("ExcNodeList"), commands.delays_s)

@@ -13,19 +13,11 @@ import pytest
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, RunError
-from slurm_train.rundir.attempts import (
-    NOT_REQUEUED,
-    AttemptStart,
-    close_attempt,
-    comes_back,
-    note_saved,
-    open_attempt,
-    read_ledger,
-    waits_for_person,
-)
+from slurm_train.rundir.attempts import note_saved, open_attempt
 from slurm_train.rundir.events import FailureMark, append_event, leave_mark, note_signal, write_preflight
 from slurm_train.rundir.files import append_line
 from slurm_train.rundir.jobs import Holder, read_holder, take_lock
+from slurm_train.rundir.ledger import NOT_REQUEUED, Start, read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.signs import Group, note_group
 from slurm_train.rundir.sweep import Element
@@ -37,6 +29,7 @@ from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor, close_lost, ignore_stop_signals, on_stop
+from tests.support.ledgers import close_attempt, ledger_lines
 
 ME = Holder(job_id="7", host="node1", pid=1, started="1")
 OTHER = Holder(job_id="8", host="node2", pid=2, started="2")
@@ -47,8 +40,8 @@ CANCELLED = {**RUNNING, "JobState": "COMPLETING"}
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-def start(job_id: str | None = "7", restart_count: int = 0) -> AttemptStart:
-    return AttemptStart(job_id=job_id, restart_count=restart_count, nodes=("node1",), world_size=8)
+def start(job_id: str | None = "7", restart_count: int = 0) -> Start:
+    return Start(job_id=job_id, restart_count=restart_count, nodes=("node1",), world_size=8)
 
 
 class World(Scheduler):
@@ -115,7 +108,7 @@ class World(Scheduler):
         self.events.append(f"requeue without {','.join(decision.exclude)}" if decision.exclude else "requeue")
         self.delays_s.append(decision.delay_s)
         with contextlib.suppress(OSError):
-            self.ledger_at_requeue = read_ledger(self.run)
+            self.ledger_at_requeue = ledger_lines(self.run)
             self.holder_at_requeue = read_holder(self.run.lock)
         return self.requeue_works
 
@@ -163,7 +156,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def newest(world: World) -> dict[str, Any]:
-    return read_ledger(world.run)[-1]
+    return ledger_lines(world.run)[-1]
 
 
 OUTCOMES: dict[str, tuple[dict[str, Any], int, int, list[str], str]] = {
@@ -239,7 +232,8 @@ def test_the_ledger_and_the_person_are_told_what_became_of_a_requeue(
     entry = newest(world)
     assert (entry["reason"], entry["action"], entry["last_step"]) == ("preempted", "requeue", 1)
     assert entry.get("outcome") == (outcome and NOT_REQUEUED) and words in entry["note"]
-    assert waits_for_person(entry) == bool(outcome) and comes_back(entry) != bool(outcome)
+    attempt = read_ledger(world.run)[-1]
+    assert attempt.waits_for_person == bool(outcome) and attempt.comes_back != bool(outcome)
     assert [event for event, _ in told] == (["failed"] if outcome else [])
     assert world.ledger_at_requeue[0]["end_time_unix_s"] == entry["end_time_unix_s"], "it ended when it ended"
 
@@ -249,14 +243,14 @@ def test_a_run_that_finishes_is_booked_as_done_and_not_run_again(world: World) -
     facts = {"exit_code": 0, "reason": "done", "action": "finish", "first_step": 0, "last_step": 3}
     assert newest(world).items() >= facts.items()
     assert world.supervise(world.ranks(1)) == 0
-    assert world.events == ["launch 0"] and len(read_ledger(world.run)) == 1
+    assert world.events == ["launch 0"] and len(ledger_lines(world.run)) == 1
 
 
 def test_a_run_that_somebody_else_runs_is_touched_when_that_one_is_gone(world: World) -> None:
     take_lock(world.run.lock, OTHER, is_alive=lambda _holder: True)
     with pytest.raises(RunError, match="is being run by Slurm job 8"):
         world.supervise(world.ranks(0))
-    assert world.events == [] and read_ledger(world.run) == [] and read_holder(world.run.lock) == OTHER
+    assert world.events == [] and ledger_lines(world.run) == [] and read_holder(world.run.lock) == OTHER
     world.lives = False
     assert world.supervise(world.ranks(0, result=True)) == 0
 
@@ -301,7 +295,7 @@ def test_failures_are_started_again_here_until_three_bring_no_step(world: World)
     world.jobs, world.can_relaunch, world.events = [RUNNING], True, []
     assert world.supervise(world.ranks(137)) == 137
     assert world.events == ["launch 5", "launch 6", "launch 7"]
-    assert [entry["action"] for entry in read_ledger(world.run)][-3:] == ["relaunch", "relaunch", "stop"]
+    assert [entry["action"] for entry in ledger_lines(world.run)][-3:] == ["relaunch", "relaunch", "stop"]
 
 
 def test_the_first_rank_to_fail_is_named_and_its_code_counts(world: World) -> None:
@@ -375,7 +369,7 @@ def test_a_node_that_fails_twice_in_a_row_is_left_out(world: World) -> None:
     world.can_relaunch = True
     assert world.supervise(world.failing(1, message="ECC error")) == 75
     assert world.events == ["launch 0", "launch 1", "requeue without node2", "wait"]
-    assert [entry["failed_on"] for entry in read_ledger(world.run)] == ["node2", "node2"]
+    assert [entry["failed_on"] for entry in ledger_lines(world.run)] == ["node2", "node2"]
 
 
 def test_ranks_that_are_started_again_here_have_not_waited_in_the_queue(
@@ -384,7 +378,7 @@ def test_ranks_that_are_started_again_here_have_not_waited_in_the_queue(
     monkeypatch.setattr(world, "queue_s", lambda: 30.0)
     world.can_relaunch = True
     world.supervise(world.failing(1, message="ECC error"))
-    assert [entry["queue_s"] for entry in read_ledger(world.run)] == [30.0, 0.0]
+    assert [entry["queue_s"] for entry in ledger_lines(world.run)] == [30.0, 0.0]
 
 
 def test_a_node_that_the_job_cannot_do_without_is_tried_again(world: World) -> None:
@@ -407,7 +401,7 @@ def test_a_lost_node_is_left_or_the_job_requeued(others: tuple[str, ...], events
         return world.ranks(137 if attempt == 0 else 0, result=attempt > 0)(attempt)
 
     world.supervise(launch)
-    first = read_ledger(world.run)[0]
+    first = ledger_lines(world.run)[0]
     assert world.events == ["launch 0", *events]
     assert first["reason"] == "node_failure" and first["note"].startswith("node failure on node2; ")
     assert first.get("left_out") == ("node2" if others else None)
@@ -441,7 +435,7 @@ def test_attempts_that_nobody_closed_are_closed_at_their_last_sign_of_life(
     log.touch()
     os.utime(log, (last_sign_unix_s, last_sign_unix_s))
     close_lost(run, start(restart_count=1), past_ends=lambda _job: ends, last_step=8)
-    first, second = read_ledger(run)
+    first, second = ledger_lines(run)
     assert (first["reason"], first["last_step"]) == ("failed", 3)
     assert (second["reason"], second["action"], second["last_step"]) == (reason, "lost", 8) and second["note"]
     assert second["end_time_unix_s"] == pytest.approx(last_sign_unix_s, rel=0, abs=0.01)
@@ -467,7 +461,7 @@ def test_without_accounting_the_batch_log_says_why_a_supervisor_was_killed(
     line = f"slurmstepd-node1: error: *** JOB 7 ON node1 CANCELLED AT {at} DUE TO {cause} ***\n" if cause else ""
     (run.logs / "batch.log").write_text(line)
     close_lost(run, start(restart_count=1), past_ends=lambda _job: (), last_step=8)
-    assert read_ledger(run)[0]["reason"] == reason
+    assert ledger_lines(run)[0]["reason"] == reason
 
 
 # Half of the limit is left, and half of the minute by which Slurm may be early.
@@ -526,7 +520,7 @@ def test_what_the_preflight_finds(finding: dict[str, Any], is_own_code: bool, ev
         is_own_code=is_own_code,
     )
     assert world.events[: len(events)] == events
-    assert read_ledger(world.run)[0]["found"] == f"GPU_SICK {facts['node']}"
+    assert ledger_lines(world.run)[0]["found"] == f"GPU_SICK {facts['node']}"
 
 
 def time_limits(world: World, number: int, **ranks: bool) -> list[int]:
@@ -540,11 +534,11 @@ def time_limits(world: World, number: int, **ranks: bool) -> list[int]:
 def test_time_limits_without_a_new_checkpoint_stop_the_run_with_a_reason(world: World) -> None:
     world.committed = -1
     assert time_limits(world, 3) == [75, 75, 75] and world.events[-1] == "launch 2"
-    assert [entry["action"] for entry in read_ledger(world.run)] == ["requeue", "requeue", "stop"]
+    assert [entry["action"] for entry in ledger_lines(world.run)] == ["requeue", "requeue", "stop"]
     note = str(newest(world)["note"])
     assert "3 time limits in a row without a new checkpoint" in note and "cluster.time_limit_min" in note
     # Whoever starts it again after that has the whole budget.
-    assert time_limits(world, 3) == [75, 75, 75] and len(read_ledger(world.run)) == 6
+    assert time_limits(world, 3) == [75, 75, 75] and len(ledger_lines(world.run)) == 6
 
 
 def test_a_new_checkpoint_clears_the_budget_and_logged_steps_do_not(world: World) -> None:
@@ -552,14 +546,14 @@ def test_a_new_checkpoint_clears_the_budget_and_logged_steps_do_not(world: World
     time_limits(world, 2)
     time_limits(world, 1, commits=True)
     time_limits(world, 2)
-    assert {entry["action"] for entry in read_ledger(world.run)} == {"requeue"}
+    assert {entry["action"] for entry in ledger_lines(world.run)} == {"requeue"}
     time_limits(world, 1)
     assert newest(world)["action"] == "stop"
 
 
 def test_own_code_comes_back_without_end(world: World) -> None:
     assert time_limits(world, 8) == [75] * 8
-    assert {entry["action"] for entry in read_ledger(world.run)} == {"requeue"}
+    assert {entry["action"] for entry in ledger_lines(world.run)} == {"requeue"}
 
 
 def test_a_job_that_loses_its_node_each_time_is_ended_at_a_start(world: World) -> None:
@@ -637,11 +631,11 @@ def test_a_start_that_cannot_write_comes_back_later_each_time(world: World) -> N
 
 def test_what_becomes_of_a_start_without_an_attempt_is_not_written_into_another(world: World) -> None:
     world.supervise(world.ranks(75))
-    ledger = read_ledger(world.run)
+    ledger = ledger_lines(world.run)
     world.restarted(1)
     world.requeue_works, world.new_job = False, "9"
     assert world.supervisor().come_back_later(FULL) == 75
-    assert world.events[-1] == "resubmit" and read_ledger(world.run) == ledger
+    assert world.events[-1] == "resubmit" and ledger_lines(world.run) == ledger
 
 
 def test_a_launch_that_finds_the_disk_full_is_on_record_and_uses_no_budget_of_failures(world: World) -> None:
@@ -650,7 +644,7 @@ def test_a_launch_that_finds_the_disk_full_is_on_record_and_uses_no_budget_of_fa
         with pytest.raises(OSError, match="No space left"):
             world.supervise(raises(FULL))
         assert world.supervisor().come_back_later(FULL) == 75
-    assert {(entry["reason"], entry["action"]) for entry in read_ledger(world.run)} == {("file_system", "requeue")}
+    assert {(entry["reason"], entry["action"]) for entry in ledger_lines(world.run)} == {("file_system", "requeue")}
     assert world.delays_s == [60, 120, 240, 480]
     world.restarted(4)
     assert world.supervise(world.ranks(0, result=True)) == 0
@@ -712,7 +706,7 @@ def test_the_same_exception_twice_is_not_tried_a_third_time(
 
     world.supervise(launch)
     assert world.events[:num_launches] == [f"launch {attempt}" for attempt in range(num_launches)]
-    entry = read_ledger(world.run)[num_launches - 1]
+    entry = ledger_lines(world.run)[num_launches - 1]
     assert (entry["action"], "so it is not tried a third time" in entry["note"]) == (
         "relaunch" if commits else "stop",
         num_launches == 2,
@@ -724,7 +718,7 @@ def test_a_person_may_try_the_same_again(world: World) -> None:
 
     for total in (2, 4):
         world.supervise(world.failing(1, message=SAME[0], place=SAME[1]))
-        assert len(read_ledger(world.run)) == total
+        assert len(ledger_lines(world.run)) == total
 
 
 @pytest.mark.parametrize(

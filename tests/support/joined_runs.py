@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
-from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.files import last_lines
 from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session import client
 from slurm_train.session.signals import StopFlag
@@ -52,7 +53,7 @@ def joined_rank(run: RunDirectory, stop: StopFlag) -> Iterator[client.JoinedSess
 
 
 def _open(run: RunDirectory, *, world_size: int) -> int:
-    return open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=world_size))
+    return open_attempt(run, Start(job_id=None, restart_count=0, nodes=("here",), world_size=world_size))
 
 
 @contextmanager

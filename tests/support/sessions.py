@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
-from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.joined import JoinedSession
 from slurm_train.session.signals import StopFlag
@@ -24,7 +25,7 @@ def join_alone(
         config: of the run; None: the defaults.
         stop: set by whoever asks for a stop.
     """
-    attempt = open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1))
+    attempt = open_attempt(run, Start(job_id=None, restart_count=0, nodes=("here",), world_size=1))
     return JoinedSession(
         run, config or RunConfig(), ALONE, {}, attempt=attempt, stop=stop or StopFlag(), heartbeat=heartbeat
     )

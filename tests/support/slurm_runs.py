@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.metrics import read_metrics
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import Person, new_project
+from tests.support.ledgers import ledger_lines
 from tests.support.waiting import wait_for
 
 # Two cores import torch for every rank of every test.
@@ -46,13 +46,13 @@ def command(*argv: str, must: bool = True) -> str:
 
 def wait_until_finished(run: RunDirectory, *, within_s: float = PATIENCE_S) -> dict[str, Any]:
     """Returns `result.json` once it is there; an attempt that stops for good meanwhile is a failure with its logs."""
-    ended_before = {entry["attempt"] for entry in read_ledger(run) if "action" in entry}
+    ended_before = {entry["attempt"] for entry in ledger_lines(run) if "action" in entry}
 
     def finished() -> bool:
-        ended = [entry for entry in read_ledger(run) if entry.get("action") == "stop"]
+        ended = [entry for entry in ledger_lines(run) if entry.get("action") == "stop"]
         assert {entry["attempt"] for entry in ended} <= ended_before, f"stopped: {ended[-1]}"
         # The result comes before the ledger's end line; a reader of both waits for both.
-        ledger = read_ledger(run)
+        ledger = ledger_lines(run)
         return run.result.exists() and bool(ledger) and "action" in ledger[-1]
 
     try:
@@ -65,8 +65,8 @@ def wait_until_finished(run: RunDirectory, *, within_s: float = PATIENCE_S) -> d
 
 def wait_until_ended(run: RunDirectory, *, within_s: float = 60.0) -> list[dict[str, Any]]:
     """Returns the ledger once its newest attempt has ended."""
-    wait_for(lambda: "reason" in (read_ledger(run) or [{}])[-1], within_s=within_s, what=f"an end line of {run.path}")
-    return list(read_ledger(run))
+    wait_for(lambda: "reason" in (ledger_lines(run) or [{}])[-1], within_s=within_s, what=f"an end line of {run.path}")
+    return list(ledger_lines(run))
 
 
 def wait_until_step(run: RunDirectory, step: int, *, within_s: float = PATIENCE_S) -> None:

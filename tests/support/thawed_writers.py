@@ -22,8 +22,9 @@ from slurm_train.checkpoint.commit import Place, discard
 from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable
 from slurm_train.checkpoint.verify import newest_verified, verify
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt, publish_result, withdraw_result
+from slurm_train.rundir.attempts import check_fence, open_attempt, publish_result, withdraw_result
 from slurm_train.rundir.files import read_json
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from tests.support.crash_points import Trial
 from tests.support.faulty_files import fork
@@ -55,7 +56,7 @@ class Stage(NamedTuple):
         return NodePlace(root=self.folder / "node", node=0, keep=self.keep, attempt=attempt, fence=fence)
 
     def open_attempt(self) -> int:
-        return open_attempt(self.run, AttemptStart(job_id=None, restart_count=0, nodes=("n",), world_size=1))
+        return open_attempt(self.run, Start(job_id=None, restart_count=0, nodes=("n",), world_size=1))
 
 
 class Scene(NamedTuple):

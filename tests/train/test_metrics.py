@@ -25,7 +25,8 @@ from slurm_train.config.target import instantiate
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.metrics import Display
 from slurm_train.models.gpt import GPT
-from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.attempts import open_attempt
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.context import Rank
@@ -98,7 +99,7 @@ def trainer_of(rank: Rank, **facts: Any) -> Any:
 
 def test_only_the_newest_attempt_writes_the_result(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    start = AttemptStart(job_id="7", restart_count=0, nodes=("node1",), world_size=1)
+    start = Start(job_id="7", restart_count=0, nodes=("node1",), world_size=1)
     older, newer = open_attempt(run, start), open_attempt(run, start)
     facts = {"step": 3, "eval_loss": 0.25, "eval_fid": math.nan}
     with pytest.raises(RunError, match="overtaken by attempt 1"):

@@ -15,13 +15,15 @@ import pytest
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
 from slurm_train.distributed.rendezvous import NodeRanks, run_ranks
-from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.events import read_marks
 from slurm_train.rundir.heartbeat import read_beats
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.worker.rank import _leave_restart
 from slurm_train.worker.torchrun import children_of, granted_ranks, leave_mark_for, outcome
 from tests.support.command_line import TINY, Person, new_project
+from tests.support.ledgers import ledger_lines
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 
@@ -40,7 +42,7 @@ def test_a_node_starts_what_slurm_has_granted_it() -> None:
 
 def test_a_script_that_the_warning_has_ended_has_not_failed(tmp_path: Path) -> None:
     run, script = RunDirectory(tmp_path), RunConfig(script=["train.py"])
-    open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
+    open_attempt(run, Start(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
     assert outcome(run, script, 0, 1, sent_signals={signal.SIGUSR2}) == 128 + signal.SIGUSR2
     assert outcome(run, script, 0, 1, sent_signals={signal.SIGTERM}) == 1
     assert outcome(run, script, 0, 0, sent_signals={signal.SIGUSR2}) == 0
@@ -48,7 +50,7 @@ def test_a_script_that_the_warning_has_ended_has_not_failed(tmp_path: Path) -> N
 
 def test_ranks_that_have_saved_want_to_be_run_again(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
+    open_attempt(run, Start(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
     for code in (0, 75):
         assert _leave_restart(run, 0, code, closes=False) == 0
         assert outcome(run, RunConfig(), 0, 0, sent_signals=()) == code
@@ -63,7 +65,7 @@ def test_ranks_that_have_saved_want_to_be_run_again(tmp_path: Path) -> None:
 )
 def test_a_rank_that_cannot_leave_a_mark_gets_one(tmp_path: Path, act: str, words: str, code: int) -> None:
     run = RunDirectory(tmp_path)
-    open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=2))
+    open_attempt(run, Start(job_id="1", restart_count=0, nodes=("node1",), world_size=2))
     node = NodeRanks(
         address="127.0.0.1",
         run_id="crash",
@@ -85,7 +87,7 @@ def test_a_rank_that_cannot_leave_a_mark_gets_one(tmp_path: Path, act: str, word
 
 def test_a_rank_that_ended_without_a_word_is_named_unless_it_has_a_mark(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=2))
+    open_attempt(run, Start(job_id="1", restart_count=0, nodes=("node1",), world_size=2))
     run.rank_log(0, 1).write_text("step 3\nno licence\n")
     for code in (143, 3, 3):
         leave_mark_for(run, 0, 1, code, host="node1")
@@ -95,7 +97,7 @@ def test_a_rank_that_ended_without_a_word_is_named_unless_it_has_a_mark(tmp_path
 
 def test_a_rank_that_was_asked_to_stop_leaves_no_mark(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
+    open_attempt(run, Start(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
     leave_mark_for(run, 0, 0, -signal.SIGTERM, host="node1")
     assert read_marks(run, 0) == []
 
@@ -110,7 +112,7 @@ def test_children_are_found_by_their_parent() -> None:
 
 def starts_launcher(person: Person, run: RunDirectory) -> subprocess.Popen[bytes]:
     """Starts one node's launcher as the supervisor and srun would, on two GPUs of this node."""
-    start = AttemptStart(job_id="1", restart_count=0, nodes=("localhost",), world_size=2)
+    start = Start(job_id="1", restart_count=0, nodes=("localhost",), world_size=2)
     attempt, host = open_attempt(run, start), "localhost"
     env = person.environment() | {"SLURM_TRAIN_ATTEMPT": str(attempt), "SLURM_GPUS_ON_NODE": "2"}
     env |= dict.fromkeys(("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
@@ -140,7 +142,7 @@ def test_a_killed_rank_is_started_again_in_the_step_and_a_warning_saves(tmp_path
             assert launcher.wait(timeout=60) == 75
         finally:
             launcher.kill()
-    killed, stopped = read_ledger(run)
+    killed, stopped = ledger_lines(run)
     assert (killed["reason"], killed["action"], stopped["job_id"]) == ("failed", "relaunch", "1")
     assert not run.result.exists()
     assert (run.attempt_logs(1) / "rank_1.log").is_file()

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import FailureMark, leave_mark, read_events
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.signs import Signs, read_remarks, read_signs
@@ -35,6 +34,7 @@ from slurm_train.worker.watcher import (
     signal_main_thread,
 )
 from tests.support.command_line import Person, new_project
+from tests.support.ledgers import ledger_lines
 from tests.support.waiting import wait_for
 
 LIMIT_S = 4.0
@@ -176,7 +176,7 @@ def test_a_rank_that_hangs_is_named_with_stacks_and_ended(person: Person, kind: 
         (event,) = wait_for(lambda: read_events(run, "hang"), within_s=60, what="the hang")
         assert event["sentence"].startswith(f"rank 1 on {event['host']} {doing}"), event
         assert event["sentence"].endswith("; 1 rank waits for it in barrier")
-        ledger = wait_for(lambda: read_ledger(run)[0].get("reason") and read_ledger(run), within_s=30, what="the end")
+        ledger = wait_for(lambda: ledger_lines(run)[0].get("reason") and ledger_lines(run), within_s=30, what="the end")
         assert event["sentence"] in ledger[0]["note"]
         assert "in barrier" in run.stacks(0, 0).read_text()
         assert kind == "stop" or f"in {kind}" in run.stacks(0, 1).read_text()

@@ -9,9 +9,9 @@ from typing import Any
 
 from slurm_train.errors import ConfigError
 from slurm_train.metrics import direction_of, largest_is_best, read_series
-from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.ledger import read_ledger
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.timing import goodput, held_s
+from slurm_train.rundir.timing import goodput
 from slurm_train.status.run_status import RunStatus
 
 Cells = dict[str, Any]
@@ -90,7 +90,7 @@ def _cells(status: RunStatus) -> Cells:
         "state": status.state.value,
         **_metrics(status.run),
         "attempts": len(ledger),
-        "gpu_hours": round(sum(held_s(entry) * int(entry.get("world_size", 1)) for entry in ledger) / 3600, 4),
+        "gpu_hours": round(sum(attempt.held_s * attempt.start.world_size for attempt in ledger) / 3600, 4),
         "goodput": round(goodput(ledger).share, 4),
         "note": status.note,
     }

@@ -25,16 +25,14 @@ from slurm_train.config.frozen import list_settings, load_values
 from slurm_train.errors import SlurmTrainError
 from slurm_train.formatting import as_float, byte_size
 from slurm_train.metrics import Series, read_series
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import CALM_EVENTS, read_changes, read_events, read_saves
 from slurm_train.rundir.files import last_lines, read_json
+from slurm_train.rundir.ledger import Attempt, End, read_ledger
 from slurm_train.rundir.paths import RunDirectory, name_of
 from slurm_train.rundir.timing import (
     Histogram,
     PaceWindow,
     all_findings,
-    goodput,
-    held_s,
     read_account,
     read_step_times,
     read_windows,
@@ -271,7 +269,7 @@ def _save_plot(saves: Sequence[Fact]) -> Block:
 
 
 def read_attempts(run: RunDirectory, *, until_unix_s: float | None) -> list[Fact]:
-    """Returns the ledger: what should be a number is one or absent; "seconds" has the attempt's time by cause.
+    """Returns the attempts as the page shows them; "seconds" has the attempt's time by cause.
 
     An attempt without an end line gets an end as far as files tell, and its "reason" says so.
 
@@ -279,65 +277,67 @@ def read_attempts(run: RunDirectory, *, until_unix_s: float | None) -> list[Fact
         run: the run.
         until_unix_s: the end of the newest attempt if it still runs, None if it does not.
     """
-    attempts: list[Fact] = []
+    ledger = list[Attempt]()
     with contextlib.suppress(*_DAMAGE):
-        for entry in read_ledger(run):
-            valid = _with_valid_numbers(entry)
-            if "time_unix_s" in valid:
-                attempts.append(valid)
-    step_before = 0.0
-    for entry in attempts:
-        if "end_time_unix_s" not in entry:
-            _close(run, entry, step_before, until_unix_s if entry is attempts[-1] else None)
-        entry["end_time_unix_s"] = max(entry["time_unix_s"], entry["end_time_unix_s"])
-        entry["seconds"] = _seconds_of(entry)
-        nodes = entry.get("nodes")
-        if isinstance(nodes, list):
-            entry["nodes"] = compact_nodelist(list(map(str, nodes)))
-        step_before = max(step_before, entry.get("last_step", 0))
-    return attempts
+        ledger = read_ledger(run)
+    shown: list[Fact] = []
+    step_before = 0
+    for attempt in ledger:
+        start = attempt.start
+        is_running = attempt is ledger[-1] and until_unix_s is not None
+        end = attempt.end or _estimated_end(run, attempt, step_before, until_unix_s if is_running else None)
+        without_end = "running" if is_running else "no end on record"
+        end_unix_s = max(start.time_unix_s, end.time_unix_s)
+        shown.append(
+            {
+                "attempt": attempt.number,
+                "job_id": start.job_id,
+                "nodes": compact_nodelist(start.nodes),
+                "world_size": start.world_size,
+                "time_unix_s": start.time_unix_s,
+                "end_time_unix_s": end_unix_s,
+                "first_step": end.first_step,
+                "last_step": end.last_step,
+                "reason": without_end if attempt.end is None else end.reason,
+                "exit_code": end.exit_code,
+                "action": end.action,
+                "note": end.note,
+                "seconds": _by_cause(end.seconds, held_s=end_unix_s - start.time_unix_s),
+            }
+        )
+        step_before = max(step_before, end.last_step or 0)
+    return shown
 
 
-def _with_valid_numbers(entry: Mapping[str, Any]) -> Fact:
-    """Returns a line of the ledger without what should be a number and is none."""
-    valid: Fact = {}
-    for key, value in entry.items():
-        is_number = key.endswith("_s") or key in ("world_size", "first_step", "last_step")
-        if not is_number or as_float(value) is not None:
-            valid[key] = value
-    return valid
-
-
-def _close(run: RunDirectory, entry: Fact, step_before: float, until_unix_s: float | None) -> None:
-    """Gives an attempt an end: `until_unix_s` where it runs, else the newest time on record."""
-    attempt = entry["attempt"]
-    start = entry["time_unix_s"]
-    end = until_unix_s
-    entry["reason"] = "running"
-    if end is None:
-        times = [as_float((read_json(run.account(attempt)) or {}).get("end_unix_s"))]
-        for record in last_lines(run.metrics):
-            if record.get("attempt") == attempt:
-                times.append(as_float(record.get("time_unix_s")))
-        end = max((time for time in times if time is not None), default=start)
-        entry["reason"] = "no end on record"
-    entry["end_time_unix_s"] = end
+def _estimated_end(run: RunDirectory, attempt: Attempt, step_before: int, until_unix_s: float | None) -> End:
+    """Returns the end of an attempt that has recorded none: `until_unix_s`, else the newest time on record."""
+    number = attempt.number
+    start_unix_s = attempt.start.time_unix_s
+    end_unix_s = until_unix_s
+    if end_unix_s is None:
+        times = [as_float((read_json(run.account(number)) or {}).get("end_unix_s"))]
+        times += [
+            as_float(line.get("time_unix_s")) for line in last_lines(run.metrics) if line.get("attempt") == number
+        ]
+        end_unix_s = max((time for time in times if time is not None), default=start_unix_s)
+    seconds: dict[str, float] = {}
     with contextlib.suppress(*_DAMAGE):
-        entry |= read_account(run, attempt, start_unix_s=start, end_unix_s=end, step_before=int(step_before))
+        seconds = read_account(run, number, start_unix_s=start_unix_s, end_unix_s=end_unix_s, step_before=step_before)
         # What came after the last account is not known to be the end.
-        del entry["end_s"]
+        seconds.pop("end_s", None)
+    return End(time_unix_s=end_unix_s, seconds=seconds)
 
 
-def _seconds_of(entry: Fact) -> dict[str, float]:
-    """Returns the time of an attempt by cause, those above 0; all add up to it, the queue before its start included."""
-    seconds = {cause: max(0.0, entry.get(cause, 0.0)) for cause in CAUSES}
-    if "step_s" in entry:
-        seconds["productive_s"] = max(0.0, entry["step_s"] - seconds["lost_work_s"])
-    held = held_s(entry)
-    unknown_s = held + seconds["queue_s"] - sum(seconds.values())
-    if unknown_s > _LEAST_UNKNOWN * held:
+def _by_cause(spent: Mapping[str, float], *, held_s: float) -> dict[str, float]:
+    """Returns the time of an attempt by cause; all add up to it, the queue before its start included."""
+    seconds = {cause: max(0.0, spent.get(cause, 0.0)) for cause in CAUSES}
+    if "step_s" in spent:
+        seconds["productive_s"] = max(0.0, spent["step_s"] - seconds["lost_work_s"])
+    unknown_s = held_s + seconds["queue_s"] - sum(seconds.values())
+    if unknown_s > _LEAST_UNKNOWN * held_s:
         seconds["unknown_s"] = unknown_s
-    return {cause: spent for cause, spent in seconds.items() if spent > 0}
+    # Steps that took no time are known; without them nothing is known of goodput.
+    return {cause: s for cause, s in seconds.items() if s > 0 or (cause == "productive_s" and "step_s" in spent)}
 
 
 def time_by_cause(attempts: Sequence[Fact]) -> Fact:
@@ -347,20 +347,25 @@ def time_by_cause(attempts: Sequence[Fact]) -> Fact:
     """
     seconds: Counter[str] = Counter()
     device_s: Counter[str] = Counter()
-    for entry in attempts:
-        num_devices = entry.get("world_size", 1)
-        for cause, spent in entry["seconds"].items():
-            seconds[cause] += spent
-            # No device is held while a job waits.
-            if cause != "queue_s":
-                device_s[cause] += spent * num_devices
+    held_s = 0.0
+    held_device_s = 0.0
+    for attempt in attempts:
+        num_devices = attempt["world_size"]
+        attempt_s = attempt["end_time_unix_s"] - attempt["time_unix_s"]
+        held_s += attempt_s
+        held_device_s += attempt_s * num_devices
+        seconds.update(attempt["seconds"])
+        # No device is held while a job waits.
+        device_s.update({cause: s * num_devices for cause, s in attempt["seconds"].items() if cause != "queue_s"})
+    allocated_s = held_s - seconds["suspended_s"]
+    is_known = "productive_s" in seconds
     return {
         "names": CAUSES,
-        "seconds": {cause: seconds[cause] for cause in CAUSES if cause in seconds},
+        "seconds": {cause: seconds[cause] for cause in CAUSES if seconds[cause] > 0},
         "device_s": dict(device_s),
-        "held_s": sum(map(held_s, attempts)),
-        "held_device_s": sum(held_s(entry) * entry.get("world_size", 1) for entry in attempts),
-        "goodput": goodput(attempts).share if any("step_s" in entry for entry in attempts) else None,
+        "held_s": held_s,
+        "held_device_s": held_device_s,
+        "goodput": (seconds["productive_s"] / allocated_s if allocated_s > 0 else 0.0) if is_known else None,
         "num_attempts": len(attempts),
     }
 

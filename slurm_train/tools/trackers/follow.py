@@ -33,7 +33,6 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig, TrackSection
 from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_WRONG_USE, SlurmTrainError
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.files import (
     create_empty,
@@ -45,6 +44,7 @@ from slurm_train.rundir.files import (
     size_of,
     write_record,
 )
+from slurm_train.rundir.ledger import Action, Reason, read_ledger
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.sweep import sweep_of
 from slurm_train.tools.trackers import require_installed
@@ -179,9 +179,10 @@ def run_outcome(run: RunDirectory) -> Outcome:
     """Returns the state of a run for its trackers: finished, failed, or to be continued."""
     if run.result.exists():
         return "finished"
-    newest = (read_ledger(run) or [{}])[-1]
-    has_failed = newest.get("action") == "stop" and newest.get("reason") in ("failed", "cancelled")
-    return "failed" if has_failed else "paused"
+    for newest in read_ledger(run)[-1:]:
+        if newest.action is Action.STOP and newest.reason in (Reason.FAILED, Reason.CANCELLED):
+            return "failed"
+    return "paused"
 
 
 def read_state(run: RunDirectory, name: str) -> TrackerState | None:

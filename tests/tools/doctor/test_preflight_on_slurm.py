@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import list_file
 from slurm_train.rundir.files import read_shared
 from tests.campaigns.preflight import try_fault
 from tests.campaigns.preflight_faults import FAULTS, Fault, missing_for
 from tests.support import cluster_faults as broken
 from tests.support.command_line import TINY, Person
+from tests.support.ledgers import ledger_lines
 from tests.support.slurm_runs import at_work, wait_until_finished
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.faults]
@@ -57,7 +57,7 @@ def test_a_bad_node_is_left_out_and_listed_until_it_is_well(person: Person, tmp_
         # Of idle nodes Slurm takes the first ones.
         _, run = person.types("+cluster=3x2", local, *words, "run.name=left-out").job_and_run
         wait_until_finished(run, within_s=300)
-    first, second = read_ledger(run)
+    first, second = ledger_lines(run)
     assert "node2" in first["nodes"] and "node2" not in second["nodes"]
     assert first["note"].startswith("DISK_FULL node2: ") and first["note"].endswith("requeue the job without node2")
     (line,) = read_shared(list_file(run))
@@ -66,7 +66,7 @@ def test_a_bad_node_is_left_out_and_listed_until_it_is_well(person: Person, tmp_
     assert "left out: node2 (until " in submitted.err and "DISK_FULL" in submitted.err
     _, run = submitted.job_and_run
     wait_until_finished(run, within_s=300)
-    assert "node2" not in read_ledger(run)[-1]["nodes"]
+    assert "node2" not in ledger_lines(run)[-1]["nodes"]
     # Asked for by name it is looked at again, and comes off the list.
     _, run = person.types("+cluster=2x1", "cluster.nodelist=node[2-3]", *words, "run.name=again").job_and_run
     wait_until_finished(run, within_s=300)

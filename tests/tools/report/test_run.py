@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir import timing
-from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.ledger import read_ledger
 from slurm_train.tools.report.page import render
 from slurm_train.tools.report.run import CAUSES, read_attempts, run_document, time_by_cause
 from tests.support.documents import HOSTILE, document_in, plots, strings
@@ -23,7 +23,7 @@ def test_a_finished_run_shows_everything(tmp_path: Path) -> None:
     assert (document["state"], document["num_superseded"], document["num_events"]) == ("finished", 21, 1)
     assert document["progress"]["evaluations"] == [("eval_loss", 1.4999, None), ("eval_accuracy", 0.9, 100)]
     assert [save.get("error") for save in document["saves"]] == [None, "no space left"]
-    assert [one["note"] for one in document["attempts"] if "note" in one] == ["rank 1: Killed"]
+    assert [one["note"] for one in document["attempts"] if one["note"]] == ["rank 1: Killed"]
     loss = plots(document)["loss"]
     train, held_out = loss["curves"]
     assert loss["x"] == list(range(1, 101)) and None not in train["y"], "the newest attempt's lines are drawn"
