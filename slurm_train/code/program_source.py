@@ -76,7 +76,7 @@ def shell_commands(words: Sequence[str]) -> Iterator[str]:
 
 
 def shell_argument(words: Sequence[str]) -> tuple[str, str]:
-    """Returns the command of `bash -c COMMAND` and the file of `bash FILE`, by the words behind the shell; one is ""."""
+    """Returns the command of `bash -c COMMAND` and the file of `bash FILE`, by what follows the shell; one is ""."""
     behind = iter(words)
     for word in behind:
         if re.fullmatch(r"-\w*c", word):
