@@ -9,16 +9,26 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import mmap
 import os
 import sys
 from multiprocessing.queues import Queue
 from typing import Any
 
+_WATCHED_FETCHES = 2
+_has_drawn = mmap.mmap(-1, 1)
+"""Shared with processes that are forked: 1 once a worker's samples have drawn random numbers."""
+
 
 @functools.cache
 def tell_of_loader_workers() -> None:
-    """Has workers of torch's loaders that are forked from this process tell what ends them, and lost batches."""
+    """Has workers of torch's loaders that are forked from this process tell what ends them, lost batches, and draws."""
     os.register_at_fork(after_in_child=_begin_child)
+
+
+def samples_draw() -> bool:
+    """Returns whether samples of a forked worker have drawn from Python's, numpy's or torch's random numbers."""
+    return _has_drawn[0] == 1
 
 
 def is_loader_worker() -> bool:
@@ -30,6 +40,32 @@ def is_loader_worker() -> bool:
 def _begin_child() -> None:
     _keep_stacks()
     raise_in_rank()
+    note_draws()
+
+
+def note_draws() -> None:
+    """Has this process, if it is a loader's worker, note whether its first samples draw random numbers."""
+    fetching: Any = sys.modules.get("torch.utils.data._utils.fetch")
+    if fetching is None:
+        return
+    kind = fetching._MapDatasetFetcher
+    fetch = kind.fetch
+    num_left = _WATCHED_FETCHES
+
+    def fetch_and_note(fetcher: Any, index: Any) -> Any:
+        from slurm_train.distributed.seeds import stream_positions
+
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            kind.fetch = fetch
+        before = stream_positions()
+        samples = fetch(fetcher, index)
+        if is_loader_worker() and stream_positions() != before:
+            _has_drawn[0] = 1
+        return samples
+
+    kind.fetch = fetch_and_note
 
 
 def _keep_stacks() -> None:
@@ -43,7 +79,8 @@ def _keep_stacks() -> None:
         set_handlers_of_torch()
         # `enable` alone does nothing where it is enabled already.
         faulthandler.disable()
-        faulthandler.enable()
+        # A program may have put a stream of its own in the place of sys.stderr.
+        faulthandler.enable(file=2)
 
     handling._set_worker_signal_handlers = set_handlers
 

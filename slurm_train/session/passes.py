@@ -4,7 +4,8 @@ A program that hands over an object with a counter may still read its samples fr
 another order: the object (an engine, a sampler) says where it is, and the loader does not follow it. So a checkpoint
 has a digest of the first batch of each pass over a `DataLoader` of torch that was under way, its length, and how many
 batches it had given. After a resume the batches until the first step are compared with it. A sampler that is not
-torch's may begin anywhere, so another first batch of it is not named. Without torch nothing is watched.
+torch's may begin anywhere, so another first batch of it is not named, unless its samples draw random numbers: those of
+the batches that were left out are not drawn. Without torch nothing is watched.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any
+
+from slurm_train.session.loader_workers import samples_draw
 
 PASSES = "passes"
 """Key of a checkpoint's header: of each pass under way on rank 0 the first batch, the batches given, and its length."""
@@ -45,6 +48,8 @@ class Passes:
         self._saved: list[tuple[str, int, int | None]] = []
         """Passes in the checkpoint: digest of the first batch, batches given, and length where it is known."""
         self._is_watching = False
+        self._has_drawn = False
+        """Whether samples that this process has read since the resume draw random numbers."""
 
     @property
     def has_seen(self) -> bool:
@@ -62,18 +67,24 @@ class Passes:
         loaders = sys.modules.get("torch.utils.data.dataloader")
         if self._is_watching or loaders is None:
             return
+        # Imported late, since it imports torch.
+        from slurm_train.distributed.seeds import stream_positions
+
         self._is_watching = True
         kind: Any = loaders._BaseDataLoaderIter  # what `for` gets has no public class
         give = kind.__next__
 
         def give_and_note(iterator: Any) -> Any:
+            is_compared = bool(self._saved) and not iterator._num_workers
             try:
+                before = stream_positions() if is_compared else b""
                 batch = give(iterator)
             except StopIteration:
                 ended = self._under_way.pop(iterator, None)
                 if ended is not None:
                     ended.is_over = True
                 raise
+            self._has_drawn |= is_compared and stream_positions() != before
             self._add(iterator, batch)
             return batch
 
@@ -122,6 +133,14 @@ class Passes:
                         f"{length} batches were used when step {step} was saved: unless a new epoch is to begin here, "
                         f"some samples are used again and others are left out; {_HINT}"
                     )
+        goes_through_its_pass = any(present.first == first for present in self._at_step for first, _, _ in saved)
+        if saved and self._at_step and not goes_through_its_pass and (self._has_drawn or samples_draw()):
+            _, used, _ = saved[0]
+            return (
+                f"since the resume, samples of a loader draw other random numbers than in the epoch of which {used} "
+                f"batches were used when step {step} was saved: those of the used batches were not drawn again; "
+                "DataLoader(batches.keyed(data), batch_sampler=batches) has those of each sample, see run.batches"
+            )
         return ""
 
 

@@ -23,7 +23,10 @@ from tests.support.warm_ranks import start_rank
 
 PROGRAM = Path(__file__).with_name("unequal_rank.py")
 OPTIMIZERS = ("whole", "zero", "signs", "owners", "idle owners")
-LOADERS = ("batches", "again", "new order", "skips", "flips", "sampler", "generator", "exact generator")
+LOADERS = (
+    *("batches", "again", "new order", "skips", "flips", "sampler", "generator", "exact generator"),
+    *("skipped flips", "skipped flips of a worker"),
+)
 _LAST = 10
 _RANKS = 2
 _NAMES = ("since the resume", "does not say which samples")

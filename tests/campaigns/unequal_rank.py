@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from slurm_train import session
+from slurm_train.session.loader_workers import tell_of_loader_workers
 
 SAMPLES = 24
 LOCAL = 2
@@ -117,7 +118,7 @@ def read(samples: torch.Tensor, step: int) -> Iterator[torch.Tensor]:
 
 def batches_of(run: Any, kind: str, place: Place, last: int) -> Iterator[torch.Tensor]:
     """Returns what the loop reads from its step on."""
-    numbers = Numbers(flips=kind == "flips")
+    numbers = Numbers(flips="flips" in kind)
     in_epoch = place.step % (SAMPLES // LOCAL)
     if kind == "batches":
         world_size = dist.get_world_size()
@@ -126,8 +127,9 @@ def batches_of(run: Any, kind: str, place: Place, last: int) -> Iterator[torch.T
     if kind in ("generator", "exact generator"):
         # As nanochat's: the state names a row group, and what was read of it is not known.
         return read(numbers.samples, place.step if kind == "exact generator" else place.step // 4 * 4)
-    if kind == "sampler":
-        return endless(DataLoader(numbers, batch_size=LOCAL, sampler=place), first=0)
+    if kind in ("sampler", "skipped flips", "skipped flips of a worker"):
+        num_workers = int("worker" in kind)
+        return endless(DataLoader(numbers, batch_size=LOCAL, sampler=place, num_workers=num_workers), first=0)
     shuffles = kind in ("new order", "skips")
     generator = torch.Generator().manual_seed(3) if kind == "skips" else None
     loader = DataLoader(numbers, batch_size=LOCAL, shuffle=shuffles, generator=generator)
@@ -137,6 +139,8 @@ def batches_of(run: Any, kind: str, place: Place, last: int) -> Iterator[torch.T
 def main() -> None:
     """Trains to the last step and saves it."""
     optimizer_kind, loader_kind, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    # As every rank of a run does.
+    tell_of_loader_workers()
     run = session.join()
     dist.init_process_group("gloo")
     torch.manual_seed(5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,3 +93,21 @@ def test_other_queues_print_what_they_cannot_send(capfd: pytest.CaptureFixture[s
     process.join(_TIMEOUT_S)
     assert process.exitcode == 0
     assert "cannot pickle 'generator' object" in capfd.readouterr().err
+
+
+_STREAM_OF_ITS_OWN = """
+import faulthandler, sys, torch
+from slurm_train.session.loader_workers import tell_of_loader_workers
+class Logger:
+    def write(self, text): sys.__stderr__.write(text)
+    def flush(self): pass
+faulthandler.enable()
+tell_of_loader_workers()
+sys.stderr = Logger()
+print(sum(1 for _ in torch.utils.data.DataLoader(torch.arange(4), num_workers=1, multiprocessing_context="fork")))
+"""
+
+
+def test_a_program_may_have_a_stream_of_its_own_for_errors() -> None:
+    done = subprocess.run([sys.executable, "-c", _STREAM_OF_ITS_OWN], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.joined import JoinedSession
+from slurm_train.session.loader_workers import note_draws
 from tests.support.sessions import join_alone
 
 _hearts: list[Heartbeat] = []
@@ -65,12 +67,28 @@ class Stream(IterableDataset[torch.Tensor]):
         return 16
 
 
+class Flipped(Dataset[torch.Tensor]):
+    """Samples that are flipped at random, and read behind a sampler that skips."""
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.tensor(float(number)) * (1 if torch.rand(()) < 0.5 else -1)
+
+    def __len__(self) -> int:
+        return 16
+
+
 def loader_of(order: str, done: int) -> DataLoader[torch.Tensor]:
     """Returns a loader of eight batches that is in its place after so many steps, or begins a new pass."""
     Behind.used = Stream.used = 2 * done
     samples: Any = torch.arange(16.0)
     if order == "stream":
         return DataLoader(Stream(), batch_size=2)
+    if order.startswith("flips"):
+        num_workers = int(order[-1])
+        # In a rank each forked process begins so.
+        return DataLoader(
+            Flipped(), batch_size=2, sampler=Behind(), num_workers=num_workers, worker_init_fn=lambda _: note_draws()
+        )
     if order == "sampler":
         return DataLoader(samples, batch_size=2, sampler=Behind())
     seed = done if order == "new" else 1
@@ -137,6 +155,17 @@ def test_a_pass_in_another_order_is_named_where_samplers_of_torch_give_it(
     train(run, last=6, order=order)
     said = capsys.readouterr().err
     assert ("another batch 1 than in the epoch of which 3 of 8 batches were used" in said) is is_named
+
+
+@pytest.mark.parametrize(("order", "is_named"), [("flips0", True), ("flips2", True), ("sampler", False)])
+def test_augmentation_behind_a_sampler_that_skips_is_named(
+    order: str, is_named: bool, run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurm_train.session.loader_workers._has_drawn", mmap.mmap(-1, 1))
+    train(run, last=3, order=order)
+    train(run, last=6, order=order)
+    said = capsys.readouterr().err
+    assert ("draw other random numbers than in the epoch of which 3 batches were used" in said) is is_named
 
 
 def test_samples_that_nothing_compares_are_named(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
