@@ -7,6 +7,7 @@ sequence writes the clipboard. So all that verbs print goes through a `Printable
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import signal
@@ -151,6 +152,16 @@ def share(part: float) -> str:
 def count(num: int, noun: str) -> str:
     """Returns "1 run", "3 runs"."""
     return f"{num:,} {noun}{'' if num == 1 else 's'}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Returns numbers in short: [0, 1, 2, 5] -> "0-2,5"."""
+    parts = []
+    # Numbers in a row differ from their places by the same number.
+    for _, group in itertools.groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0]):
+        row = [number for _, number in group]
+        parts.append(str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}")
+    return ",".join(parts)
 
 
 def shorten(items: Iterable[str], most: int = 5, *, separator: str = ", ") -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -101,6 +102,9 @@ MESH_MAKERS = {"distributed.parallelize"}
 HEARTBEAT_READERS = {"supervise.look"}
 # A job is a value beside its script; only here is a script's text made, and parsed where there is no such value.
 SCRIPT_PARSER = "slurm.job_request"
+# The table of kinds, and the decoder of notes that earlier versions have written.
+CAUSE_READERS = {"rundir.cause"}
+TEXT_OF_CAUSE = re.compile(r"\bcause\b(?!\.(?:ranks|kind|node)\b)|\bnote\b|\bmark\.message\b")
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Lines of code: docstrings, comments and blank lines do not count.
 MOST_LINES = 60
@@ -423,6 +427,25 @@ def script_readers(tree: Tree) -> list[str]:
     ]
 
 
+def causes_read_as_text(tree: Tree) -> list[str]:
+    """Tests of what a cause, a note or a mark says: what follows from the words of an end stands in one table."""
+    methods = {"search", "match", "fullmatch", "findall", "finditer", "startswith", "endswith", "partition", "split"}
+    methods |= {"rpartition", "removeprefix", "removesuffix", "find", "index"}
+    found = []
+    for module, parsed in tree.parsed.items():
+        if module in CAUSE_READERS:
+            continue
+        for node in ast.walk(parsed):
+            texts: list[ast.expr] = []
+            if isinstance(node, ast.Compare) and any(isinstance(one, (ast.In, ast.NotIn)) for one in node.ops):
+                texts = node.comparators
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods:
+                texts = [node.func.value, *node.args]
+            if any(TEXT_OF_CAUSE.search(ast.unparse(text)) for text in texts):
+                found.append(f"{module}:{node.lineno} reads {ast.unparse(node)}")
+    return found
+
+
 def vague_names(tree: Tree) -> list[str]:
     return [module for module in tree.paths if VAGUE_NAMES & set(module.split("."))]
 
@@ -442,6 +465,7 @@ RULES: dict[str, Callable[[Tree], list[str]]] = {
     "one module of the supervisor reads heartbeats": heartbeat_readers,
     "one module removes folders": removals_of_trees,
     "one module knows the text of a batch script": script_readers,
+    "causes are values": causes_read_as_text,
     "no vague names": vague_names,
 }
 
@@ -593,6 +617,10 @@ BREACHES = [
     ),
     ("one module knows the text of a batch script", "cli/a.py", "x = run.submit_script.read_text()\n", "cli.a"),
     ("one module knows the text of a batch script", "cli/a.py", "x = re.search('^#SBATCH --array', y)\n", "cli.a"),
+    ("causes are values", "supervise/a.py", "x = cause.startswith('node failure')\n", "supervise.a:1"),
+    ("causes are values", "status/a.py", "found = PATTERN.search(end.note)\n", "status.a:1"),
+    ("causes are values", "cli/a.py", "is_killed = 'Killed' in str(end.cause)\n", "cli.a:1"),
+    ("causes are values", "cli/a.py", "text = mark.message.partition(': ')[2]\n", "cli.a:1"),
     ("no vague names", "train/utils.py", "", "train.utils"),
 ]
 

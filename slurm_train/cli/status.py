@@ -334,9 +334,9 @@ def _goodput_lines(run: RunDirectory) -> list[str]:
         f"in {measured.allocated_s:,.0f} s of allocation (attempts that have ended)"
     )
     # Largest first; docs/report.md names the causes, e.g. "data_wait_s".
-    for cause, seconds in [*measured.losses_s.items()][:1]:
+    for part, seconds in [*measured.losses_s.items()][:1]:
         if seconds > 0:
-            line += f"; most was lost to {cause.removesuffix('_s').replace('_', ' ')}: {seconds:,.0f} s"
+            line += f"; most was lost to {part.removesuffix('_s').replace('_', ' ')}: {seconds:,.0f} s"
     return [line]
 
 

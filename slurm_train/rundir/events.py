@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from slurm_train.config.secrets import redact
 from slurm_train.formatting import plain
+from slurm_train.rundir.cause import Cause, is_lasting, tells_of_loss
 from slurm_train.rundir.files import (
     append_line,
     append_shared,
@@ -44,23 +45,6 @@ _WORKER_GONE = "exited unexpectedly"
 _LAST_ERROR = "Last error:"
 _GENERALITIES = ". This is typically caused by"
 """How gloo goes on after the end of a connection."""
-# Failures of devices, networks and files may be transient; started again, the same program may continue.
-_PASSES = re.compile(
-    r"CUDA error|AcceleratorError|CUBLAS|cuDNN|NCCL|gloo|Dist\w*Error|Connection|time.?out|OSError"
-    # One node may lack a library, or have an older one.
-    r"|cannot open shared object file|GLIBC(?:XX)?_[\d.]+' not found",
-    re.I,
-)
-# An index out of range on the GPU; the words before it are those of a broken device.
-_STAYS = re.compile("device-side assert")
-_LOST_PEER = re.compile(
-    r"Connection (?:was likely )?closed|Connection reset|Broken pipe|Socket (?:closed|Timeout)"
-    r"|failed to recv, got 0 bytes|communicator was aborted|remote process exited|pair closure"
-    r"|connectFullMesh failed|Timed out waiting \d+\s?ms for (?:recv|send)"
-    r"|wait timeout after|waiting for clients|did not connect to .*: missing|Watchdog caught collective",
-    re.I,
-)
-"""What a rank says that has lost another one, or waited for it: gloo, NCCL, the store, the meeting of the ranks."""
 CALM_EVENTS = ("finite", "stop", "signal", "shares", "exchange", "resume", "growth")
 """Kinds that report nothing wrong."""
 
@@ -269,6 +253,14 @@ class Finding:
         return f"{self.code}{' ' + self.node if self.node else ''}: {self.seen}"
 
     @property
+    def cause(self) -> Cause:
+        """What it says of the end of an attempt whose ranks it has kept from starting."""
+        lasting = not self.blames_node and is_lasting(self.code, default=False)
+        # With several nodes none of them is the one.
+        node = "" if ", " in self.node else self.node
+        return Cause(kind=self.code, node=node, words=self.line, lasting=lasting, blames_node=node != "")
+
+    @property
     def hint(self) -> str:
         """What to do, and where to read more."""
         return f"{self.todo} (docs/troubleshooting.md#{self.code.lower()})"
@@ -383,13 +375,6 @@ def read_bad_nodes(run: RunDirectory, *, now_unix_s: float, cluster: str = "") -
     return [bad for bad in by_node.values() if bad.until_unix_s > now_unix_s]
 
 
-GPU_MEMORY = re.compile(
-    r"OutOfMemoryError|(?:CUDA|HIP)(?: driver)?(?: error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-    r"|Cuda failure \d* ?'out of memory'"
-)
-"""What torch says of a GPU without memory, in every release."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureMark:
     """How one rank ended."""
@@ -400,31 +385,30 @@ class FailureMark:
     message: str
     """The exception's last line, e.g. "ValueError: no such layer"."""
     place: str = ""
-    """Where it was raised, e.g. "model.py:41 in forward"; "" of what may pass by itself: files, network, devices."""
+    """Where it was raised, e.g. "model.py:41 in forward"."""
+    lasting: bool = True
+    """Whether the same would be raised again; files, networks and devices may recover."""
     time_unix_s: float = field(default=0.0, compare=False)
     """When it was left."""
 
-    def __str__(self) -> str:
+    @property
+    def cause(self) -> Cause:
+        """What it says of the end of its attempt."""
         # An assertion often has no words.
         where = f" at {self.place}" if self.place and ": " not in self.message else ""
-        return f"rank {self.rank} on {self.host}: {self.message}{where}"
+        words = f"{self.message}{where}"
+        return Cause.of(words, ranks=(self.rank,), node=self.host, place=self.place, lasting=self.lasting)
 
     @property
     def tells_of_loss(self) -> bool:
         """Whether it says only that another rank is gone or late, which is the consequence of something else."""
-        return _LOST_PEER.search(self.message) is not None
-
-    def is_like(self, other: FailureMark) -> bool:
-        """Returns whether the same exception was raised at the same place, on whatever rank."""
-        are_memory = bool(GPU_MEMORY.search(self.message) and GPU_MEMORY.search(other.message))
-        # What torch says about its memory has numbers in it that differ from time to time.
-        return self.place == other.place != "" and (self.message == other.message or are_memory)
+        return tells_of_loss(self.message)
 
 
 def leave_mark(run: RunDirectory, attempt: int, mark: FailureMark) -> None:
     """Adds a rank's mark to its attempt; a run directory that is gone is no second failure."""
     # Libraries colour their messages, and a note is one line of a table.
-    message = " ".join(plain(redact(mark.message)).split("\n"))
+    message = plain(redact(mark.message)).replace("\n", " ")
     line = {**asdict(mark), "message": message[:300], "time_unix_s": time.time()}
     if run.attempt_logs(attempt).is_dir():
         append_shared(run.attempt_logs(attempt) / "failures.jsonl", line)
@@ -484,12 +468,14 @@ def _words_of(err: BaseException) -> str:
         return f"its message cannot be read ({type(again).__name__})"
 
 
+def would_last(err: BaseException) -> bool:
+    """Returns whether an exception is to be expected again; files, networks and devices may recover."""
+    return is_lasting(f"{type(err).__name__}: {_words_of(err)}", default=not isinstance(err, OSError))
+
+
 def place_of(err: BaseException) -> str:
-    """Returns where an exception was raised, e.g. "model.py:41 in forward"; "" for a kind that may be transient."""
+    """Returns where an exception was raised, e.g. "model.py:41 in forward"."""
     words = _words_of(err)
-    passes = isinstance(err, OSError) or _PASSES.search(f"{type(err).__name__}: {words}")
-    if passes and not _STAYS.search(words):
-        return ""
     inner_frames = _FRAME.findall(words) if _IN_PROCESS in words else []
     if inner_frames:
         file, line, name = inner_frames[-1]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from slurm_train.formatting import as_float
+from slurm_train.rundir.cause import Cause
 from slurm_train.rundir.files import append_line, fields_of, read_lines
 from slurm_train.rundir.paths import RunDirectory
 
@@ -120,6 +121,8 @@ class End:
     action: Action | None = None
     note: str = ""
     """One line for a person."""
+    cause: Cause | None = None
+    """Why it ended; None where that is not known, and where nothing has failed."""
     outcome: str = ""
     """What became of the action, `NOT_REQUEUED`; "" where nothing is known against it."""
     failed_on: tuple[str, ...] = ()
@@ -228,7 +231,11 @@ def _end_of(line: Mapping[str, Any]) -> End:
     seconds = {key: as_float(value) for key, value in line.items() if key.endswith("_s") and key not in _NOT_SPENT}
     nodes = {key: list(filter(None, str(line[key]).split(","))) for key in _NODES if key in line}
     spent = {key: value for key, value in seconds.items() if value is not None}
-    return End(**fields_of(End, {**line, **nodes, "seconds": spent}))
+    end = End(**fields_of(End, {**line, **nodes, "seconds": spent}))
+    # Lines of earlier versions have the cause as a part of their note alone.
+    if end.reason is Reason.FAILED and "cause" not in line:
+        return replace(end, cause=Cause.of_note(end.note))
+    return end
 
 
 def start_facts(start: Start) -> dict[str, Any]:
@@ -247,6 +254,7 @@ def record_end(run: RunDirectory, number: int, end: End) -> None:
     facts = _stated(end, ("reason",))
     seconds = facts.pop("seconds", {})
     facts |= {key: ",".join(facts[key]) for key in _NODES if key in facts}
+    facts |= {} if end.cause is None else {"cause": asdict(end.cause)}
     append_line(run.attempts, {"event": "end", "attempt": number, **facts, **seconds}, durable=True)
 
 

@@ -418,23 +418,20 @@ _TASK_ERROR = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d
 NO_STEP = "Unable to create step"
 # What ends a step whatever else is said of it.
 _STEP_ERRORS = (
-    r"(?m)^srun: error: (Node failure on \S+)",
+    r"(?m)^srun: error: (Node failure on (\S+))",
     r"(?m)^srun: error: (srun itself was killed by signal \d+)$",
     r"(?m)\b(srun: fatal: [^;\n]+)",
     # The step was made, and its tasks could not be started.
     r"(?m)^srun: error: (Task launch for \S+ failed on node .+)$",
     # Also in the supervisor's own line, where the nodes could not be asked.
     rf"(?m)\bsrun: error: ({NO_STEP} for job [^;\n]+)",
-    # What the supervisor writes when a node did not answer whether it sees the run.
-    r"(?m)^error: (no answer from .+ within \d+ s)",
 )
 # An error of srun, or what its reader of options says, e.g. "unrecognized option '--cpu-bnd=none'".
 _OWN_WORDS = re.compile(r"^srun: (?:(?:error|fatal): +(.+)|((?:unrecognized |invalid )?option .+))$", re.MULTILINE)
 _LONGEST_WORDS = 300
-WARNED = "User defined signal 2"
-"""The end of a rank that does not handle the warning before the time limit: a script as it is."""
+_EXITED = "Exited with exit code "
 # What the peers of the culprit show.
-_OF_PEERS = ("Exited with exit code", "Terminated")
+_OF_PEERS = (_EXITED, "Terminated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,7 +439,9 @@ class TaskEnd:
     """How tasks of a step ended on one node, in srun's words; it does not name tasks that ended with 0."""
 
     tasks: tuple[int, ...]
+    """() where the whole step ended."""
     node: str
+    """"" where that is none in particular."""
     words: str
     """E.g. "Exited with exit code 1", "Killed"."""
 
@@ -450,6 +449,11 @@ class TaskEnd:
     def is_violent(self) -> bool:
         """Whether a signal ended it that its peers do not get."""
         return not self.words.startswith(_OF_PEERS)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The code with which the tasks ended by themselves, None where a signal has ended them."""
+        return int(self.words.removeprefix(_EXITED)) if self.words.startswith(_EXITED) else None
 
 
 def task_ends(text: str) -> list[TaskEnd]:
@@ -492,8 +496,8 @@ def state_in_batch_log(text: str, *, since_unix_s: float) -> str:
     return states[-1] if states else ""
 
 
-def violent_end(text: str) -> str:
-    """Returns the first end by a signal, a lost or a silent node, e.g. "rank 3 on node2: Killed"; "" if none.
+def violent_end(text: str) -> TaskEnd | None:
+    """Returns the first end by a signal, else how the whole step ended, e.g. "node failure on node2"; None for neither.
 
     Args:
         text: what srun and the supervisor have written about a step.
@@ -501,14 +505,13 @@ def violent_end(text: str) -> str:
     for pattern in _STEP_ERRORS:
         error = re.search(pattern, text)
         if error:
-            return error[1].replace("Node failure", "node failure")
-    for match in _TASK_ERROR.finditer(text):
-        if not match["what"].startswith(_OF_PEERS):
-            word = "ranks" if "," in match["tasks"] or "-" in match["tasks"] else "rank"
-            # Where srun calls it Killed, slurmstepd has named the cause in a line of its own.
-            is_memory = match["what"] == "Killed" and re.search(r"oom[-_ ]kill", text)
-            return f"{word} {match['tasks']} on {match['node']}: {'Out Of Memory' if is_memory else match['what']}"
-    return ""
+            node = (error.groups()[1:] or ("",))[0]
+            return TaskEnd((), "" if "[" in node else node, error[1].replace("Node failure", "node failure"))
+    end = next((end for end in task_ends(text) if end.is_violent), None)
+    # Where srun calls it Killed, slurmstepd has named the cause in a line of its own.
+    if end is not None and end.words == "Killed" and re.search(r"oom[-_ ]kill", text):
+        return TaskEnd(end.tasks, end.node, "Out Of Memory")
+    return end
 
 
 def own_words(text: str) -> str:

@@ -14,18 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.formatting import plain
-from slurm_train.rundir.events import first_mark
+from slurm_train.rundir.cause import CHILD_CRASH
+from slurm_train.rundir.events import FailureMark, first_of, read_marks
 from slurm_train.rundir.files import change_times, listed, read_tail
-from slurm_train.rundir.ledger import Reason, read_attempt
+from slurm_train.rundir.ledger import Attempt, Reason, Start, read_attempt
 from slurm_train.rundir.paths import RunDirectory
 
 HEADLINE = "Traceback (most recent call last):"
 _CRASH_HEADLINE = "Fatal Python error: "
 """How faulthandler begins."""
-_CHILD_CRASHED = re.compile(
-    r"killed by signal: (?:Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception)"
-    r"|terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)"
-)
 _ONE = (
     rf"{re.escape(HEADLINE)}\n(?:[ \t].*(?:\n|\Z))+"
     # A message may have several lines; what follows without a blank line is taken for it, to an extent.
@@ -44,9 +41,6 @@ _OF_LAUNCHER = re.compile(r"^\S*(?:ChildFailedError|CalledProcessError)\b", re.M
 _OF_STEP = re.compile(r"slurmstepd\S*: error: (.+)")
 _TAIL_BYTES = 1 << 18
 _LAST_LINES = 20
-_RANK = re.compile(r"\branks? (?P<rank>\d+)[\d,-]* on (?P<host>[\w.-]+)")
-# How the ledger begins where no rank left a mark and srun named none.
-_NOBODY_NAMED = "the ranks ended with code"
 
 
 def tracebacks(text: str) -> list[str]:
@@ -138,8 +132,7 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
     found = read_attempt(run, attempt)
     if found is None or found.reason is not Reason.FAILED:
         return None
-    note = found.note
-    rank, host, message = _first_failed(run, attempt, note)
+    rank, host, mark = _first_failed(run, found)
     log = None if rank is None else run.rank_log(attempt, rank)
     is_here = found.start.job_id is None
     # An empty one is made for what a crash of the interpreter would write.
@@ -154,7 +147,7 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
         kind = "stacks"
     elif log is not None:
         text = read_tail(log, _TAIL_BYTES)
-        excerpt = _traceback_of(text, message)
+        excerpt = _traceback_of(text, mark)
         kind = "traceback"
         if not excerpt:
             excerpt = "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])
@@ -162,7 +155,7 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
     in_terminal = is_here and rank == 0 and log is None
     return Failure(
         attempt=attempt,
-        note=note,
+        note=found.note,
         rank=rank,
         host=host,
         log=log,
@@ -176,19 +169,22 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
 def first_failed_rank(run: RunDirectory, attempt: int) -> int | None:
     """Returns the rank that failed first as far as is known now, also of an attempt that has not ended yet."""
     found = read_attempt(run, attempt)
-    return _first_failed(run, attempt, "" if found is None else found.note)[0]
+    return _first_failed(run, found or Attempt(attempt, Start()))[0]
 
 
-def _first_failed(run: RunDirectory, attempt: int, note: str) -> tuple[int | None, str, str]:
-    """Returns rank, host and last message of the first rank to fail, as far as known."""
-    named = _RANK.search(note)
-    mark = first_mark(run, attempt)
-    if mark is not None and (named is None or int(named["rank"]) == mark.rank):
-        return mark.rank, mark.host, mark.message
-    if named is not None:
-        return int(named["rank"]), named["host"], ""
+def _first_failed(run: RunDirectory, attempt: Attempt) -> tuple[int | None, str, FailureMark | None]:
+    """Returns rank and host of the first rank to fail, as far as known, and the mark that it has left."""
+    cause = None if attempt.end is None else attempt.end.cause
+    marks = read_marks(run, attempt.number)
+    if cause is not None and cause.ranks:
+        rank = cause.ranks[0]
+        return rank, cause.node, next((mark for mark in marks if mark.rank == rank), None)
+    first = first_of(marks)
+    if first is not None:
+        return first.rank, first.host, first
     # A lost node or a killed srun takes ranks along whose tracebacks explain nothing.
-    return _first_log_with_traceback(run, attempt) if _NOBODY_NAMED in note else None, "", ""
+    is_unknown = attempt.end is not None and cause is None
+    return _first_log_with_traceback(run, attempt.number) if is_unknown else None, "", None
 
 
 def _first_log_with_traceback(run: RunDirectory, attempt: int) -> int | None:
@@ -204,25 +200,19 @@ def crash_in(text: str) -> str:
     return "" if not headline or HEADLINE in stacks else (headline + stacks).rstrip()
 
 
-def crash_of_child_in(text: str, message: str) -> str:
-    """Returns the stacks that a process of a loader, or a spawned one, wrote before its rank failed; "" for none.
-
-    Args:
-        text: the log of the rank.
-        message: the rank's, which says that a signal has ended that process.
-    """
-    if not _CHILD_CRASHED.search(message):
-        return ""
+def crash_of_child_in(text: str) -> str:
+    """Returns the stacks that a process of a loader, or a spawned one, wrote before its rank failed; "" for none."""
     _, headline, stacks = text.rpartition(_CRASH_HEADLINE)
     return (headline + stacks.partition(HEADLINE)[0]).strip("\n \0") if headline else ""
 
 
-def _traceback_of(text: str, message: str) -> str:
-    """Returns the last traceback in a log that has the rank's message; else a crash; else the last traceback of all.
+def _traceback_of(text: str, mark: FailureMark | None) -> str:
+    """Returns the last traceback in a log that has the message of a mark; else a crash; else the last traceback of all.
 
     A mark holds e.g. "ValueError: no such layer"; the exception's module is not in it. "" where there is none of them.
     """
     blocks = tracebacks(text)
+    message = "" if mark is None else mark.message
     error_text = message.partition(": ")[2] or message
     named = [block for block in blocks if error_text and error_text in block]
     crash = "" if named else crash_in(text)
@@ -232,7 +222,8 @@ def _traceback_of(text: str, message: str) -> str:
         return "\n".join([*before[-_LAST_LINES:], crash])
     if not named:
         return _last_traceback(blocks)
-    return "\n\n".join(filter(None, [crash_of_child_in(text, message), named[-1]]))
+    crash = crash_of_child_in(text) if mark is not None and mark.cause.kind == CHILD_CRASH else ""
+    return "\n\n".join(filter(None, [crash, named[-1]]))
 
 
 def _last_traceback(blocks: Sequence[str]) -> str:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from slurm_train.rundir.jobs import left_jobs
 from slurm_train.rundir.ledger import Action, Attempt, Reason, read_ledger
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.supervise.actions import Decision, is_over_its_limit
 from slurm_train.supervise.best_effort import BestEffort
-from slurm_train.supervise.decision import Decision, is_over_its_limit
+from slurm_train.supervise.decision import FIRST_DELAY_S
 from slurm_train.supervise.scheduler import SlurmJob
-from slurm_train.supervise.supervisor import FIRST_DELAY_S
 
 BACK = "back"
 """Value in place of a share (`slurm.share.PACK`): all runs of the pack have ended, and this one is to continue."""

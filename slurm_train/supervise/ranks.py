@@ -465,8 +465,8 @@ class LocalRanks:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     kill_after_s: float = _KILL_AFTER_S
     """How long the other ranks may take to end by themselves after a rank has failed."""
-    violent_end: str = ""
-    """The first rank to fail, if a signal killed it, e.g. "rank 3 on node2: Killed"; its peers fail by its loss."""
+    violent_end: TaskEnd | None = None
+    """The first rank to fail, if a signal killed it; its peers fail by its loss."""
     ends: list[TaskEnd] = field(default_factory=list)
     """How the ranks ended that did not end with 0 before the first of them failed."""
 
@@ -527,7 +527,7 @@ class LocalRanks:
         if killed is None:
             return first[0][1]
         rank, code = killed
-        self.violent_end = f"rank {rank} on {host}: {signal.strsignal(-code)}"
+        self.violent_end = TaskEnd((rank,), host, _words_of(code))
         return code
 
     def _failures(self) -> list[tuple[int, int]]:

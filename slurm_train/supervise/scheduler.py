@@ -18,6 +18,7 @@ from typing import TypeVar
 from slurm_train.errors import EXIT_ORPHANED, ClusterError
 from slurm_train.request.batch_script import STEP_NAME
 from slurm_train.rundir.attempts import first_round
+from slurm_train.rundir.cause import NO_STEP, Cause
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.jobs import Holder, this_process
@@ -28,7 +29,6 @@ from slurm_train.slurm.allocation import Allocation, cluster_of, compact_nodelis
 from slurm_train.slurm.commands import ControllerAway, SlurmCommands
 from slurm_train.slurm.policy import read_preemption, requeue_delay_s, returning_codes
 from slurm_train.slurm.records import (
-    NO_STEP,
     JobState,
     TaskEnd,
     end_and_limit,
@@ -43,9 +43,9 @@ from slurm_train.slurm.records import (
 )
 from slurm_train.slurm.site import Site, preemption_in
 from slurm_train.status.activity import holder_lives, newest_job
+from slurm_train.supervise.actions import Decision, is_over_its_limit
 from slurm_train.supervise.best_effort import say
 from slurm_train.supervise.continuation import can_avoid, exclude_nodes, is_cancelled, submit_continuation
-from slurm_train.supervise.decision import Decision, is_over_its_limit
 from slurm_train.supervise.growth import Growth
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.ranks import end_step
@@ -91,7 +91,7 @@ class Scheduler:
     """Whether failed ranks are started again here automatically."""
     growth: Growth | None = None
     """Set if the ranks were asked to stop for more nodes: the reason."""
-    violent_end = ""
+    violent_end: TaskEnd | None = None
     """How a rank of this machine was killed."""
     task_ends: Sequence[TaskEnd] = ()
     """How ranks of this machine had ended when the first of them had failed."""
@@ -126,8 +126,12 @@ class Scheduler:
         """Returns the states in which the earlier starts of a job ended, oldest first; empty if unknown."""
         return ()
 
-    def explain(self, _attempt: int) -> str:
-        """Returns what is known from outside about how an attempt's ranks ended; "" if nothing."""
+    def explain(self, attempt: int) -> Cause | None:
+        """Returns how a signal ended ranks of an attempt, or something its whole step; None for neither."""
+        end = self._violent_end(attempt)
+        return None if end is None else Cause.of(end.words, ranks=end.tasks, node=end.node)
+
+    def _violent_end(self, _attempt: int) -> TaskEnd | None:
         return self.violent_end
 
     def ends(self, _attempt: int) -> Sequence[TaskEnd]:
@@ -262,8 +266,7 @@ class SlurmJob(Scheduler):
         """Asks accounting."""
         return _answer(lambda: self.commands.ended_states(job_id), ())
 
-    def explain(self, attempt: int) -> str:
-        """Reads what srun wrote."""
+    def _violent_end(self, attempt: int) -> TaskEnd | None:
         return violent_end(self._srun_text(attempt))
 
     def ends(self, attempt: int) -> Sequence[TaskEnd]:
@@ -316,7 +319,8 @@ class SlurmJob(Scheduler):
 
     def clear(self, attempt: int) -> bool:
         """Ends the attempt's steps."""
-        if NO_STEP in self.explain(attempt) and self._has_begun_before(attempt):
+        cause = self.explain(attempt)
+        if cause is not None and cause.kind == NO_STEP and self._has_begun_before(attempt):
             # Slurm's record of the job's resources is wrong after a kill of slurmctld, until the job ends (22.05).
             return False
         if self.lost:

@@ -13,9 +13,8 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from slurm_train.checkpoint.verify import committed_step_of_program, newest_committed_step
 from slurm_train.code.snapshot import own_snapshot, require_sealed
@@ -25,7 +24,6 @@ from slurm_train.metrics import last_numbers
 from slurm_train.rundir.attempts import (
     Round,
     check_held,
-    first_round,
     hold_run,
     let_go,
     newest_round,
@@ -34,10 +32,8 @@ from slurm_train.rundir.attempts import (
     publish_result,
     read_round,
 )
-from slurm_train.rundir.events import (
-    FailureMark,
-    leave_mark,
-)
+from slurm_train.rundir.cause import Cause
+from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.files import NO_SUCH_CALL, change_times, is_there, listed, read_tail
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
 from slurm_train.rundir.ledger import NOT_REQUEUED, Action, Attempt, End, Reason, Start, read_ledger, record_end
@@ -46,46 +42,33 @@ from slurm_train.rundir.scores import num_recorded
 from slurm_train.rundir.signs import read_group, read_signs
 from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
 from slurm_train.slurm.job_variables import node_name
-from slurm_train.slurm.limits import read_limits
-from slurm_train.slurm.records import TaskEnd, end_and_limit, state_in_batch_log
+from slurm_train.slurm.records import state_in_batch_log
+from slurm_train.supervise.actions import CANCELLED, Decision, slurm_reason
 from slurm_train.supervise.best_effort import BestEffort, say
 from slurm_train.supervise.decision import (
-    CANCELLED,
-    Course,
-    Decision,
-    JobAtEnd,
-    NodesAtEnd,
-    Outcome,
+    MOST_FAILED_STARTS,
     advice_on,
-    course_of,
     decide,
     ends_without_progress,
-    slurm_reason,
+    exit_code_of,
+    failed_on,
+    later,
+    nodes_to_avoid,
     starts_without_progress,
     used_up,
 )
-from slurm_train.supervise.evidence import (
-    Diagnosis,
-    Evidence,
-    Surroundings,
-    diagnose,
-    read_evidence,
-    silent_end,
-    task_end,
-    with_crash_place,
-    with_missing_variable,
-)
+from slurm_train.supervise.evidence import Traces, cause_of
 from slurm_train.supervise.notify import Event, Notifier
-from slurm_train.supervise.own_end import EndKind, OwnEnd, judge, read_end
+from slurm_train.supervise.own_end import EndKind
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.silence import apart_sentence
 
 _WRITER_WAIT_S = 60.0
 _BATCH_LOG_BYTES = 64 * 1024
-_MOST_FAILED_STARTS = 10
-FIRST_DELAY_S = 60
-"""How long a job waits after the first failure of the file system."""
-_LONGEST_DELAY_S = 3600
+_RETURNS = (Action.REQUEUE, Action.LEAVE)
+"""After these the job comes back."""
+_WITH_CAUSE = (Reason.FAILED, Reason.NODE_FAILURE, Reason.FILE_SYSTEM)
+"""Ends that what ranks and nodes did has brought about; of the others Slurm or a person says why."""
 # Errors that do not pass by themselves, besides those of calls that a file system does not have.
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 _LOST_REASONS = {
@@ -99,28 +82,6 @@ _LOST_REASONS = {
 
 Launch = Callable[[int], int]
 """Runs the ranks of the attempt with this number and returns their exit code."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
-    """How the ranks of an attempt ended, as far as that can be read."""
-
-    attempt: int
-    outcome: Outcome
-    end: End
-    """For the end line: exit code, steps, commit, where the time went, who asked for the stop, what was found."""
-    earlier_ends: Mapping[str, int]
-    """Earlier attempts in a row without a new checkpoint, by what ended them."""
-    failed_on: tuple[str, ...]
-    """The nodes that the attempt failed on, empty where that is not known."""
-    lacks_room: bool
-    """Whether the preflight has found too little free space on the disk."""
-    not_saved: str
-    """Why no save was made at the stop, for the note; "" where one was."""
-    is_hung: bool
-    """Whether the ranks were ended because they hung."""
-    apart: str
-    """Why the ranks of a script did not train one model, "" where nothing says so."""
 
 
 def progress_of(run: RunDirectory, config: RunConfig) -> Callable[[], int | None]:
@@ -238,14 +199,14 @@ class Supervisor:
             raise error
         ledger = BestEffort()("the ledger", lambda: read_ledger(self._run), None)
         # Without a ledger the number of tries is not known; the job tries again at long intervals.
-        tries = _MOST_FAILED_STARTS // 2
+        tries = MOST_FAILED_STARTS // 2
         if ledger is not None:
             tries = starts_without_progress(ledger, job_id=self._job_id, restart_count=self._restart_count)
         problem = f"the run could not be started: {error}"
-        if tries > _MOST_FAILED_STARTS:
+        if tries > MOST_FAILED_STARTS:
             say(f"{problem}; that was start {tries} in a row, so the job ends; `resume` continues the run")
             return EXIT_FAILURE
-        decision = _later(problem, tries)
+        decision = later(problem, tries)
         say(decision.note)
         return self.come_back(decision)
 
@@ -267,25 +228,21 @@ class Supervisor:
     def _budget_used_up(self, start: Start) -> str:
         """Returns why a job that Slurm has restarted by itself must not go on, "" where it may; writes it down."""
         ledger = read_ledger(self._run)
-        if self._restart_count == 0 or start.first_committed is None or not ledger:
+        newest = ledger[-1] if ledger else None
+        if self._restart_count == 0 or start.first_committed is None or newest is None or newest.end is None:
             return ""
-        newest = ledger[-1]
-        end = newest.end or End(time_unix_s=newest.last_unix_s)
-        refusal = used_up(
-            ends_without_progress(ledger),
-            reason=end.reason,
-            max_returns=self._settings.max_returns_without_progress,
-            course=course_of(newest),
-        )
+        end = newest.end
+        max_returns = self._settings.max_returns_without_progress
+        refusal = used_up(ends_without_progress(ledger), end.reason, max_returns=max_returns, newest=newest)
         if refusal:
-            end = replace(end, action=Action.STOP, note=f"{end.reason}; {refusal}")
-            record_end(self._run, newest.number, end)
+            record_end(self._run, newest.number, replace(end, action=Action.STOP, note=f"{end.reason}; {refusal}"))
         return refusal
 
     def _run_attempt(self, launch: Launch) -> tuple[int, Decision]:
         """Runs the ranks once; on return the ledger has both lines of the attempt, unless the second write failed."""
         run = self._run
-        is_first_here = all(not self._is_of_this_start(earlier) for earlier in read_ledger(run))
+        this_start = (self._job_id, self._restart_count)
+        is_first_here = all(earlier.start.job_start != this_start for earlier in read_ledger(run))
         # Ranks that are started again in the same allocation have not waited in the queue.
         queue_s = self._scheduler.queue_s() if is_first_here else 0.0
         start_unix_s = time.time()
@@ -296,13 +253,13 @@ class Supervisor:
         try:
             exit_code = launch(attempt)
         except OSError as err:
-            unstarted = End(
+            unable = End(
                 time_unix_s=time.time(),
                 reason=Reason.FILE_SYSTEM,
                 action=Action.REQUEUE,
                 note=f"the run could not be started: {err}",
             )
-            BestEffort()("the ledger", lambda: record_end(run, attempt, unstarted), None)
+            BestEffort()("the ledger", lambda: record_end(run, attempt, unable), None)
             raise
         # From here to the requeue nothing may raise, and no read or write may block for ever.
         best_effort = BestEffort()
@@ -310,44 +267,47 @@ class Supervisor:
         if moved is not None:
             raise moved
         had_oom_kill = self._scheduler.num_oom_kills() > oom_kills_before
-        end = self._look_back(attempt, opening, exit_code, best_effort, had_oom_kill=had_oom_kill)
-        decision = self._decide(end)
-        if end.apart:
-            decision = replace(decision, note=f"{decision.note}; {end.apart}")
-        growth = end.outcome.growth if decision.reason is Reason.GROWTH else None
-        closing = replace(
-            end.end,
-            time_unix_s=time.time(),
-            seconds=end.end.seconds if queue_s is None else {**end.end.seconds, "queue_s": queue_s},
+        traces = self._read_traces(attempt, opening, exit_code, best_effort, had_oom_kill=had_oom_kill)
+        cause = cause_of(traces)
+        decision = self._decide(traces, cause)
+        if traces.end_of_own is EndKind.FINISHED:
+            apart = self._publish(traces.number, best_effort)
+            decision = replace(decision, note=f"{decision.note}; {apart}") if apart else decision
+        not_saved = best_effort("the event of the stop", lambda: traces.not_saved, "")
+        grows_to = traces.growth if decision.reason is Reason.GROWTH else None
+        end = replace(
+            traces.end,
             reason=decision.reason,
             action=decision.action,
-            note=decision.note + end.not_saved,
-            failed_on=end.failed_on if decision.reason is Reason.FAILED else (),
+            note=decision.note + not_saved,
+            cause=cause if decision.reason in _WITH_CAUSE else None,
+            failed_on=failed_on(traces, cause) if decision.reason is Reason.FAILED else (),
             left_out=decision.left_out,
-            grow_to=None if growth is None else growth.nodes,
-            pays_after_s=None if growth is None else growth.pays_after_s,
+            grow_to=None if grows_to is None else grows_to.nodes,
+            pays_after_s=None if grows_to is None else grows_to.pays_after_s,
+            seconds=traces.end.seconds if queue_s is None else {**traces.end.seconds, "queue_s": queue_s},
         )
-        best_effort("the ledger", lambda: record_end(run, end.attempt, closing), None)
-        say(f"attempt {end.attempt}: {decision.note}")
-        self._notify_of_end(end, decision, best_effort)
-        return exit_code or end.outcome.exit_code, decision
+        best_effort("the ledger", lambda: record_end(run, traces.number, end), None)
+        say(f"attempt {traces.number}: {decision.note}")
+        self._notify_of_end(traces, decision, best_effort)
+        return exit_code or exit_code_of(traces, cause), decision
 
-    def _notify_of_end(self, end: _End, decision: Decision, best_effort: BestEffort) -> None:
+    def _notify_of_end(self, traces: Traces, decision: Decision, best_effort: BestEffort) -> None:
         """Sends the messages that an end calls for."""
         if self._notify is None:
             return
         note = decision.note
-        attempt = end.attempt
-        if end.is_hung:
+        attempt = traces.number
+        if traces.hang:
             self._send("hung", note, attempt=attempt, once=f"attempt {attempt}")
         if decision.action is Action.FINISH:
             self._send("finished", note, attempt=attempt)
         elif decision.action is Action.STOP and decision.reason not in (Reason.CANCELLED, Reason.STOPPED):
             self._send("failed", note, attempt=attempt, once=f"attempt {attempt}")
-        elif decision.action in (Action.REQUEUE, Action.LEAVE):
+        elif decision.action in _RETURNS:
             ledger = best_effort("the ledger", lambda: read_ledger(self._run), list[Attempt]())
-            interrupted = [attempt for attempt in ledger if attempt.reason is not Reason.GROWTH]
-            returns = sum(attempt.action in (Action.REQUEUE, Action.LEAVE, Action.LOST) for attempt in interrupted)
+            ends = [one.end for one in ledger if one.end is not None and one.end.reason is not Reason.GROWTH]
+            returns = sum(end.action in (*_RETURNS, Action.LOST) for end in ends)
             if returns > self._settings.notify_after:
                 self._send("requeued", f"for the {returns}. time: {note}", attempt=attempt)
 
@@ -355,17 +315,15 @@ class Supervisor:
         if self._notify is not None:
             self._notify(event, note=note, job_id=self._job_id, attempt=attempt, once=once)
 
-    def _look_back(
+    def _read_traces(
         self, first_attempt: int, opening: Round, exit_code: int, best_effort: BestEffort, *, had_oom_kill: bool
-    ) -> _End:
+    ) -> Traces:
         """Returns what can be read of an attempt whose ranks have ended.
 
         Raises:
             RunError: a newer attempt has taken over; after a node loss this process may still run beside the newer one.
         """
         run = self._run
-        scheduler = self._scheduler
-        job = scheduler.show_job()
         # torchrun restarts failed ranks by itself; then the newest of its rounds is the attempt that has ended.
         attempt = best_effort("the attempts", lambda: newest_round(run, first_attempt), first_attempt)
         if attempt != first_attempt:
@@ -373,145 +331,17 @@ class Supervisor:
         newest = best_effort("the attempts", lambda: max(existing_attempts(run)), attempt)
         if newest > attempt:
             raise overtaken(run, attempt, newest)
-        evidence = read_evidence(
+        return Traces.read(
             run,
             attempt,
             opening,
-            best_effort,
-            exit_code=exit_code,
+            exit_code,
+            scheduler=self._scheduler,
+            best_effort=best_effort,
             last_committed=self._committed(),
-            has_account=not self._is_own_code,
-        )
-        has_failed = exit_code not in (EXIT_DONE, EXIT_REQUEUE)
-        mark = str(evidence.mark or "") if has_failed else ""
-        around = self._read_surroundings(
-            attempt, job, best_effort, mark=mark, marks=evidence.marks, had_oom_kill=had_oom_kill
-        )
-        diagnosis = diagnose(evidence, around, has_failed=has_failed)
-        stop_asked = best_effort("the STOP file", lambda: is_there(run.stop_file), False)
-        kind, ended_early = self._judge(evidence, around, job, best_effort, stop_asked=stop_asked)
-        apart = self._publish(attempt, best_effort) if kind is EndKind.FINISHED else ""
-        outcome = Outcome(
-            exit_code=EXIT_REQUEUE if kind is EndKind.STOPPED else diagnosis.exit_code,
-            is_finished=kind is EndKind.FINISHED or best_effort("the result", lambda: is_there(run.result), False),
-            ended_early=ended_early,
-            stop_asked=stop_asked,
-            asked_by=evidence.end.asked_by,
-            cause=diagnosis.cause,
-            growth=scheduler.growth,
-            limits=read_limits(),
-            settings=self._settings,
-            job=self._job_at_end(job, evidence, diagnosis),
-            nodes=self._nodes_for(around.lost_nodes, diagnosis.to_avoid),
-            course=self._course(evidence, is_repeated=diagnosis.is_repeated),
-        )
-        return _End(
-            attempt=attempt,
-            outcome=outcome,
-            end=evidence.end,
-            earlier_ends=evidence.earlier_ends,
-            failed_on=diagnosis.failed_on,
-            lacks_room=diagnosis.lacks_room,
-            not_saved=best_effort("the event of the stop", lambda: evidence.not_saved, ""),
-            is_hung=bool(evidence.hang),
-            apart=apart,
-        )
-
-    def _job_at_end(self, job: Mapping[str, str] | None, evidence: Evidence, diagnosis: Diagnosis) -> JobAtEnd:
-        return JobAtEnd(
-            is_slurm=self._job_id is not None,
-            record=job,
-            restart_count=self._restart_count,
-            is_early=job is not None and self._is_early(job, evidence.end.time_unix_s),
-            can_relaunch=self._can_relaunch(diagnosis, had_joined=evidence.had_joined, is_hung=bool(evidence.hang)),
-        )
-
-    def _read_surroundings(
-        self,
-        attempt: int,
-        job: Mapping[str, str] | None,
-        best_effort: BestEffort,
-        *,
-        mark: str,
-        marks: Sequence[FailureMark],
-        had_oom_kill: bool,
-    ) -> Surroundings:
-        """Returns what Slurm and the kernel report of an attempt whose ranks have ended.
-
-        Args:
-            attempt: its number.
-            job: the record of the job, as far as known.
-            best_effort: bounds the time of each read.
-            mark: of the rank that failed first, in words.
-            marks: of all ranks, the earliest first.
-            had_oom_kill: whether the kernel of this node ended a process for lack of memory.
-        """
-        run = self._run
-        scheduler = self._scheduler
-        said = best_effort("the output of srun", lambda: scheduler.explain(attempt), "")
-        placed_end = best_effort("the log of the rank", lambda: with_crash_place(said, run, attempt), said)
-        # Where srun says nothing, torchrun's launcher has left a mark of a rank that a signal ended.
-        placed_mark = best_effort("the log of the rank", lambda: with_crash_place(mark, run, attempt), mark)
-        if self._job_id is not None:
-            mark = placed_mark
-            placed_mark = best_effort("the log", lambda: with_missing_variable(mark, run, attempt), mark)
-        ends = best_effort("the output of srun", lambda: tuple(scheduler.ends(attempt)), tuple[TaskEnd, ...]())
-        num_ranks = scheduler.start.world_size
-
-        def read_own_words() -> str:
-            first = first_round(run, attempt)
-            return scheduler.own_words(attempt) or task_end(run, first, scheduler.tasks(attempt))
-
-        def read_silent_end() -> str:
-            return silent_end(run, attempt, ends, marks=marks, num_ranks=num_ranks)
-
-        return Surroundings(
-            violent_end=placed_end,
-            placed_mark=placed_mark,
-            own_words=best_effort("the output of srun", read_own_words, ""),
-            ends=ends,
-            silent_end=best_effort("the log of the rank", read_silent_end, ""),
-            lost_nodes=tuple(scheduler.lost_nodes(job)),
+            is_own_code=self._is_own_code,
             had_oom_kill=had_oom_kill,
-            head_node=scheduler.start.nodes[0],
         )
-
-    def _course(self, evidence: Evidence, *, is_repeated: bool) -> Course:
-        """Returns the course of the run up to the attempt that has ended."""
-        lacks_progress = not evidence.attempt.made_progress
-        is_known = not self._is_own_code or evidence.end.last_committed is not None
-        earlier_ends = evidence.earlier_ends
-        return Course(
-            failures_without_progress=earlier_ends["failed"] + 1 if lacks_progress else 0,
-            earlier_ends=earlier_ends if lacks_progress and is_known else None,
-            is_repeated=is_repeated,
-            summary=course_of(evidence.attempt),
-        )
-
-    def _judge(
-        self,
-        evidence: Evidence,
-        around: Surroundings,
-        job: Mapping[str, str] | None,
-        best_effort: BestEffort,
-        *,
-        stop_asked: bool,
-    ) -> tuple[EndKind | None, str]:
-        """Returns what it means that a user's own code has ended with 0, and why it was early; None of other ends."""
-        if not self._is_own_code or evidence.end.exit_code != EXIT_DONE or around.lost_nodes:
-            return None, ""
-        by_slurm = None if job is None else slurm_reason(job, self._restart_count)
-        if job is not None and by_slurm is None and job.get("JobState") != "RUNNING":
-            # srun ends with 0 after a node failure, too; the job's state tells the two apart.
-            return None, ""
-        was_asked = bool(stop_asked or by_slurm or evidence.end.asked_by or self._scheduler.growth)
-        ledger = [*evidence.ledger, evidence.attempt]
-        end = best_effort(
-            "the end of the program",
-            lambda: read_end(self._run, evidence.number, ledger, was_asked=was_asked),
-            OwnEnd(was_asked=was_asked),
-        )
-        return judge(end)
 
     def _publish(self, attempt: int, best_effort: BestEffort) -> str:
         """Writes the result of a user's own code; returns why its ranks did not train one model, "" for nothing."""
@@ -524,53 +354,29 @@ class Supervisor:
         best_effort("the result", lambda: publish_result(run, attempt, result), None)
         return apart
 
-    def _can_relaunch(self, diagnosis: Diagnosis, *, had_joined: bool, is_hung: bool) -> bool:
-        """Returns whether the ranks may be started again in this allocation."""
-        if not (self._settings.enabled and self._scheduler.can_relaunch):
-            return False
-        # A user's own code that failed resumes if it has joined the session. Code that hung is started again as after a
-        # preemption. If the nodes were found unfit, the code has not run at all.
-        return not self._is_own_code or had_joined or is_hung or not diagnosis.had_begun
-
-    def _nodes_for(self, lost: tuple[str, ...], to_avoid: tuple[str, ...]) -> NodesAtEnd:
-        """Returns the nodes to leave out, if the job can run without them, and those to use instead."""
-        next_nodes = tuple(self._scheduler.nodes_without(to_avoid))
-        can_avoid = bool(to_avoid) and (bool(next_nodes) or self._scheduler.can_avoid(to_avoid))
-        return NodesAtEnd(lost=lost, bad=to_avoid if can_avoid else (), next=next_nodes)
-
-    def _is_early(self, job: Mapping[str, str], now_unix_s: float) -> bool:
-        """Returns whether a job's limit is further away than any warning of it: `auto` is at most half of the limit."""
-        end_unix_s, limit_s = end_and_limit(job)
-        if end_unix_s is None or limit_s is None:
-            return False
-        warning = self._settings.warn_before_limit_s
-        lead_s = max(limit_s / 2, warning if isinstance(warning, int) else 0.0)
-        # Slurm may send the warning a minute early.
-        return end_unix_s - now_unix_s > 60.0 + lead_s
-
-    def _decide(self, end: _End) -> Decision:
+    def _decide(self, traces: Traces, cause: Cause | None) -> Decision:
         """Returns what follows; if ranks are to be relaunched, the nodes are free for them when it returns."""
-        decision = decide(end.outcome)
-        cause = end.outcome.cause
+        scheduler = self._scheduler
+        to_avoid = nodes_to_avoid(traces, cause)
+        others = tuple(scheduler.nodes_without(to_avoid))
+        can_avoid = bool(to_avoid) and (bool(others) or scheduler.can_avoid(to_avoid))
+        avoid = to_avoid if can_avoid else ()
+        decision = decide(traces, cause, settings=self._settings, avoid=avoid, others=others)
         # `cancel` leaves a STOP file as well, and a job that was being preempted does not show that it was cancelled.
         may_be_cancelled = decision.action is Action.REQUEUE or decision.reason is Reason.STOPPED
-        if may_be_cancelled and self._is_cancelled(end.outcome.job.record):
+        if may_be_cancelled and self._is_cancelled(traces.job):
             return CANCELLED
-        # A job that Slurm has restarted and that found too little free space on the disk waits for space.
-        tries = end.earlier_ends.get("file_system", 0) + 1
-        may_wait = self._settings.enabled and self._restart_count > 0 and tries <= _MOST_FAILED_STARTS
-        if decision.reason is Reason.FAILED and end.lacks_room and may_wait:
-            return _later(cause, tries)
         if decision.action is Action.RELAUNCH:
-            cleared = BestEffort()("the step", lambda: self._scheduler.clear(end.attempt), False, asks_slurm=True)
+            cleared = BestEffort()("the step", lambda: scheduler.clear(traces.number), False, asks_slurm=True)
             if not cleared:
-                note = f"{cause}; nothing more can be started in this allocation, so Slurm is asked to requeue the job"
+                why = "nothing more can be started in this allocation, so Slurm is asked to requeue the job"
+                note = f"{cause}; {why}" if cause is not None else why
                 return replace(decision, action=Action.REQUEUE, note=note, left_out=())
             if decision.left_out:
-                self._scheduler.use(end.outcome.nodes.next, without=decision.left_out)
+                scheduler.use(others, without=decision.left_out)
         if decision.reason is Reason.REQUEUED and self._job_id is not None:
             # After a preemption without grace time the job's own record says only that it was restarted.
-            state = _nth(self._scheduler.past_ends(self._job_id), self._restart_count)
+            state = _nth(scheduler.past_ends(self._job_id), self._restart_count)
             if state == "PREEMPTED":
                 return replace(decision, reason=Reason.PREEMPTED, note=f"preempted; {decision.note}")
             if state == "NODE_FAIL":
@@ -580,7 +386,7 @@ class Supervisor:
     def _act(self, decision: Decision, exit_code: int) -> int:
         if decision.action is Action.FINISH:
             return EXIT_DONE
-        if decision.action in (Action.REQUEUE, Action.LEAVE):
+        if decision.action in _RETURNS:
             self._scheduler.wait_for_requeue(decision)
             return EXIT_REQUEUE
         return exit_code or EXIT_FAILURE
@@ -590,32 +396,40 @@ class Supervisor:
         scheduler = self._scheduler
         if self._is_cancelled(scheduler.show_job()):
             # The job was cancelled after the decision, so the requeue did nothing, and no other job is wanted.
-            self._record_outcome(CANCELLED.note, reason=CANCELLED.reason, action=CANCELLED.action)
+            self._record_outcome(CANCELLED)
             return EXIT_FAILURE
         new_id = BestEffort()("another job", lambda: scheduler.resubmit(decision), "", asks_slurm=True)
         if new_id:
             note = f"{decision.reason}; this job cannot be requeued; job {new_id} takes over when it has ended"
-            self._record_outcome(note)
+            self._record_outcome(replace(decision, note=note))
             return EXIT_REQUEUE
         refusals = "; ".join(scheduler.refusals) or "Slurm did not confirm the requeue"
         note = f"{decision.reason}; {refusals}; `resume` continues the run"
-        attempt = self._record_outcome(note, outcome=NOT_REQUEUED)
+        attempt = self._record_outcome(replace(decision, note=note), outcome=NOT_REQUEUED)
         self._send("failed", note, attempt=attempt, once=f"attempt {attempt}")
         return EXIT_FAILURE
 
-    def _record_outcome(self, note: str, **facts: Any) -> int:
-        """Adds what became of the decision to the attempt of this start, if it has opened one; returns its number."""
+    def _record_outcome(self, became: Decision, *, outcome: str = "") -> int:
+        """Records what became of the decision in the attempt of this start, if it has opened one; returns its number.
+
+        Args:
+            became: what has become of it.
+            outcome: see `ledger.End`.
+        """
         best_effort = BestEffort()
         ledger = best_effort("the ledger", lambda: read_ledger(self._run), list[Attempt]())
-        newest = ledger[-1] if ledger else Attempt(0, Start())
-        say(f"attempt {newest.number}: {note}")
-        if ledger and self._is_of_this_start(newest):
-            end = replace(newest.end or End(time_unix_s=time.time()), note=note, **facts)
-            best_effort("the ledger", lambda: record_end(self._run, newest.number, end), None)
-        return newest.number
-
-    def _is_of_this_start(self, attempt: Attempt) -> bool:
-        return attempt.start.job_start == self._scheduler.start.job_start
+        number = ledger[-1].number if ledger else 0
+        say(f"attempt {number}: {became.note}")
+        if ledger and ledger[-1].start.job_start == (self._job_id, self._restart_count):
+            end = replace(
+                ledger[-1].end or End(time_unix_s=time.time()),
+                reason=became.reason,
+                action=became.action,
+                note=became.note,
+                outcome=outcome,
+            )
+            best_effort("the ledger", lambda: record_end(self._run, number, end), None)
+        return number
 
     def _is_cancelled(self, job: Mapping[str, str] | None) -> bool:
         """Returns whether somebody cancelled this job, which is ending, perhaps in the grace time of a preemption.
@@ -645,39 +459,37 @@ def close_lost(run: RunDirectory, start: Start, *, past_ends: Callable[[str], Se
         past_ends: returns the states in which the earlier starts of a job ended, oldest first; empty if unknown.
         last_step: the furthest recorded step, for an attempt that has recorded none.
     """
-    for lost in read_ledger(run):
-        if lost.end is not None:
+    for attempt in read_ledger(run):
+        if attempt.end is not None:
             continue
-        attempt = lost.number
-        job_id, index = lost.start.job_start
-        start_unix_s = lost.start.time_unix_s
-        state = _nth(past_ends(str(job_id)) if job_id else (), index)
+        job_id, index = attempt.start.job_start
+        start_unix_s = attempt.start.time_unix_s
+        state = _nth(past_ends(job_id) if job_id else (), index)
         if not state and job_id:
             # Without accounting, or before it has the end; Slurm's times are whole seconds.
             batch_log = read_tail(run.logs / "batch.log", _BATCH_LOG_BYTES)
             state = state_in_batch_log(batch_log, since_unix_s=math.floor(start_unix_s))
         # A living supervisor closes its attempt whatever happens to the job, so this one was lost with its node.
         was_restarted = job_id is not None and job_id == start.job_id and start.restart_count > index
-        reason = _LOST_REASONS.get(state, Reason.NODE_FAILURE if was_restarted else Reason.LOST)
         note = "its supervisor was killed or lost"
         if state:
             note += f"; Slurm calls it {state}{advice_on(state)}"
         end_unix_s = start_unix_s
         # The end is estimated from the times of files; if these cannot be read, the run goes on.
         with contextlib.suppress(OSError):
-            end_unix_s = max([start_unix_s, *change_times(listed(run.attempt_logs(attempt))).values()])
-        # How many steps of an earlier attempt it repeated is no longer known.
-        seconds = read_account(run, attempt, start_unix_s=start_unix_s, end_unix_s=end_unix_s, step_before=0)
+            end_unix_s = max([start_unix_s, *change_times(listed(run.attempt_logs(attempt.number))).values()])
+        wall = {"start_unix_s": start_unix_s, "end_unix_s": end_unix_s}
         end = End(
             time_unix_s=end_unix_s,
-            last_step=step_of_attempt(run, attempt, default=last_step),
-            last_committed=start.first_committed,
-            seconds=seconds,
-            reason=reason,
+            reason=_LOST_REASONS.get(state, Reason.NODE_FAILURE if was_restarted else Reason.LOST),
             action=Action.LOST,
             note=note,
+            last_step=step_of_attempt(run, attempt.number, default=last_step),
+            last_committed=start.first_committed,
+            # How many steps of an earlier attempt it repeated is no longer known.
+            seconds=read_account(run, attempt.number, **wall, step_before=0),
         )
-        record_end(run, attempt, end)
+        record_end(run, attempt.number, end)
 
 
 def refused_code(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> int | None:
@@ -727,12 +539,6 @@ def _moved(run: RunDirectory) -> RunError | None:
     except RunError as err:
         return err
     return None
-
-
-def _later(problem: str, tries: int) -> Decision:
-    delay_s = min(FIRST_DELAY_S << max(tries - 1, 0), _LONGEST_DELAY_S)
-    note = f"{problem}; Slurm is asked to requeue the job, for {delay_s} s later"
-    return Decision(Reason.FILE_SYSTEM, Action.REQUEUE, note, delay_s=delay_s)
 
 
 def _nth(states: Sequence[str], index: int) -> str:

@@ -54,7 +54,7 @@ from slurm_train.rundir.attempts import (
     rendezvous_secret,
     was_saved,
 )
-from slurm_train.rundir.events import FailureMark, leave_mark, message_of, place_of
+from slurm_train.rundir.events import FailureMark, leave_mark, message_of, place_of, would_last
 from slurm_train.rundir.files import is_there, open_file, read_json
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.ledger import Action, End, Reason, Start, record_end
@@ -157,7 +157,7 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
     except BaseException as err:
         ignore_ends_of_children()
         print(redact(traceback.format_exc()), file=sys.stderr, end="", flush=True)
-        _fail(run, env, EXIT_FAILURE, message_of(err), place=place_of(err))
+        _fail(run, env, EXIT_FAILURE, message_of(err), place=place_of(err), lasting=would_last(err))
 
 
 def leave(run: RunDirectory, code: int) -> NoReturn:
@@ -175,16 +175,20 @@ def cut_off(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _fail(run: RunDirectory, env: Mapping[str, str], code: int, message: str, *, place: str = "") -> NoReturn:
+def _fail(
+    run: RunDirectory, env: Mapping[str, str], code: int, message: str, *, place: str = "", lasting: bool = True
+) -> NoReturn:
     # A rank of torchrun may belong to no attempt yet.
     if not is_under_torchrun(env) or _ATTEMPT in env:
-        _leave_failure_mark(run, env, code, message, place=place)
+        _leave_failure_mark(run, env, code, message, place=place, lasting=lasting)
     leave(run, code)
 
 
-def _leave_failure_mark(run: RunDirectory, env: Mapping[str, str], code: int, message: str, *, place: str = "") -> None:
+def _leave_failure_mark(
+    run: RunDirectory, env: Mapping[str, str], code: int, message: str, *, place: str = "", lasting: bool = True
+) -> None:
     rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
-    mark = FailureMark(rank=rank, host=node_name(env), exit_code=code, message=message, place=place)
+    mark = FailureMark(rank=rank, host=node_name(env), exit_code=code, message=message, place=place, lasting=lasting)
     # If the mark cannot be written, the error is still in the log.
     with contextlib.suppress(OSError):
         leave_mark(run, int(env.get(_ATTEMPT, "0")), mark)

@@ -41,7 +41,7 @@ def main() -> None:
         sys.path.insert(0, os.path.dirname(sys.argv[0]))  # noqa: PTH120  # sys.path holds strings
     rank = os.getpid()
     folder = os.getcwd()  # noqa: PTH109  # strings, as of sys.path
-    code, words, place = run(sys.argv[0], is_module=is_module)
+    code, words, place, lasting = run(sys.argv[0], is_module=is_module)
     beside = left_out(words, copy=os.path.join(run_directory, "code"), folder=folder)  # noqa: PTH118
     if beside and os.getpid() == rank:
         print(
@@ -52,7 +52,7 @@ def main() -> None:
         )
     # What the script has forked may come here, too.
     if words and "RANK" in os.environ and os.getpid() == rank:
-        leave_failure_mark(run_directory, code, words, place=place)
+        leave_failure_mark(run_directory, code, words, place=place, lasting=lasting)
     if code == 0 and os.getpid() == rank:
         apart.end()
         note_stop_signal(run_directory, signals.newest_stop)
@@ -72,11 +72,12 @@ def import_from_copy(run_directory: str) -> None:
     import_from_snapshot(run_directory, python_path="")
 
 
-def run(script: str, *, is_module: bool = False) -> tuple[int, str, str]:
+def run(script: str, *, is_module: bool = False) -> tuple[int, str, str, bool]:
     """Runs a script, or a module by its name, to its end; an exception is printed as Python would.
 
     Returns:
-        The exit code; how it failed in a few words, "" where it did not; and where it raised, as `place_of` says it.
+        The exit code; how it failed in a few words, "" where it did not; where it raised, as `place_of`
+        says it; and whether the same is to be expected again.
     """
     from slurm_train.session.signals import ignore_ends_of_children
 
@@ -94,14 +95,14 @@ def run(script: str, *, is_module: bool = False) -> tuple[int, str, str]:
                 code = compile(file.read(), script, "exec", dont_inherit=True)
             exec(code, vars(program))
     except SystemExit as end:
-        return *_exit_code(end), ""
+        return *_exit_code(end), "", True
     except BaseException as err:
         ignore_ends_of_children()
         traceback.print_exception(type(err), err, _from_script(err.__traceback__))
         # As the interpreter does: what runs at exit can tell that the program has failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(err), err, err.__traceback__
-        return _code_of(err), *_words_and_place_of(err)
-    return 0, "", ""
+        return _code_of(err), *_told_by(err)
+    return 0, "", "", True
 
 
 def left_out(words: str, *, copy: str, folder: str) -> str:
@@ -119,7 +120,7 @@ def left_out(words: str, *, copy: str, folder: str) -> str:
     return beside if os.path.exists(beside) else ""  # noqa: PTH110
 
 
-def leave_failure_mark(run_directory: str, code: int, words: str, *, place: str = "") -> None:
+def leave_failure_mark(run_directory: str, code: int, words: str, *, place: str = "", lasting: bool = True) -> None:
     """Leaves the mark that names this rank, its exit code and its error, as ranks of the trainer do."""
     from pathlib import Path
 
@@ -129,7 +130,9 @@ def leave_failure_mark(run_directory: str, code: int, words: str, *, place: str 
 
     env = os.environ
     message = words.split("\n")[0]
-    mark = FailureMark(rank=int(env["RANK"]), host=node_name(env), exit_code=code, message=message, place=place)
+    mark = FailureMark(
+        rank=int(env["RANK"]), host=node_name(env), exit_code=code, message=message, place=place, lasting=lasting
+    )
     leave_mark(RunDirectory(Path(run_directory)), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)
 
 
@@ -160,10 +163,10 @@ def _code_of(err: BaseException) -> int:
     return 130 if isinstance(err, KeyboardInterrupt) else 1
 
 
-def _words_and_place_of(err: BaseException) -> tuple[str, str]:
-    from slurm_train.rundir.events import message_of, place_of
+def _told_by(err: BaseException) -> tuple[str, str, bool]:
+    from slurm_train.rundir.events import message_of, place_of, would_last
 
-    return message_of(err), place_of(err)
+    return message_of(err), place_of(err), would_last(err)
 
 
 def _exit_code(end: SystemExit) -> tuple[int, str]:

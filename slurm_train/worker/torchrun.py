@@ -141,7 +141,7 @@ def _forward_signals(run: RunDirectory, attempt: int, agent: threading.Thread, *
                 mark = first_mark(run, newest)
                 if mark is not None and mark.exit_code == EXIT_WRONG_USE:
                     # Wrong use fails in the same way again, so nothing is started again.
-                    _end_ranks(EXIT_WRONG_USE, str(mark))
+                    _end_ranks(EXIT_WRONG_USE, str(mark.cause))
     return sent_signals
 
 

@@ -21,7 +21,7 @@ from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.supervise.decision import Decision
+from slurm_train.supervise.actions import Decision
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor
 from slurm_train.worker import script_main

@@ -137,7 +137,7 @@ class Life:
         if not ended.dead:
             if code != 0:
                 mark = first_mark(self.run, ended.number)
-                words = f"{self.run.path}: attempt {ended.number}, not killed, ended with {code}: {mark}"
+                words = f"{self.run.path}: attempt {ended.number}, not killed, ended with {code}: {mark and mark.cause}"
                 self.tally.spoil([words], trials=1)
             return False
         self._look_after(ended)

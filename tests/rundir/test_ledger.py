@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from slurm_train.rundir.cause import Cause
 from slurm_train.rundir.ledger import (
     NOT_REQUEUED,
     Action,
@@ -34,6 +35,7 @@ END = End(
     reason=Reason.FAILED,
     action=Action.RELAUNCH,
     note="rank 0 on node1: ValueError: no",
+    cause=Cause.of("ValueError: no", ranks=(0,), node="node1"),
     failed_on=("node1", "node2"),
 )
 

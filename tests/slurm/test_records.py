@@ -158,39 +158,45 @@ def test_no_column_about_many_jobs_holds_text_that_a_user_chose() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "end"),
     [
-        ("", ""),
-        ("srun: error: node1: task 0: Exited with exit code 1\n", ""),
-        ("srun: error: node2: tasks 2-3: Aborted (core dumped)\n", "ranks 2-3 on node2: Aborted (core dumped)"),
-        ("srun: error: node2: tasks 2-3: Terminated\nsrun: error: node1: task 1: Killed\n", "rank 1 on node1: Killed"),
+        ("", None),
+        ("srun: error: node1: task 0: Exited with exit code 1\n", None),
+        ("srun: error: node2: tasks 2-3: Aborted (core dumped)\n", TaskEnd((2, 3), "node2", "Aborted (core dumped)")),
+        (
+            "srun: error: node2: tasks 2-3: Terminated\nsrun: error: node1: task 1: Killed\n",
+            TaskEnd((1,), "node1", "Killed"),
+        ),
         (
             "srun: error: node2: task 3: User defined signal 2\nsrun: error: node1: tasks 0-1: Terminated\n",
-            "rank 3 on node2: User defined signal 2",
+            TaskEnd((3,), "node2", "User defined signal 2"),
         ),
         (
             "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n"
             "srun: error: Unable to create step for job 7: Memory required by task is not available\n",
-            "Unable to create step for job 7: Memory required by task is not available",
+            TaskEnd((), "", "Unable to create step for job 7: Memory required by task is not available"),
         ),
         (
             "srun: error: CPU binding outside of job step allocation, allocated CPUs are: 0x0F.\n"
             "srun: error: Task launch for StepId=7.0 failed on node n1: Unable to satisfy cpu bind request\n"
             "srun: error: Application launch failed: Unable to satisfy cpu bind request\n",
-            "Task launch for StepId=7.0 failed on node n1: Unable to satisfy cpu bind request",
+            TaskEnd((), "", "Task launch for StepId=7.0 failed on node n1: Unable to satisfy cpu bind request"),
         ),
-        ("srun: error: node2: task 3: CPU time limit exceeded\n", "rank 3 on node2: CPU time limit exceeded"),
-        ("srun: error: node2: task 3: Bad system call\n", "rank 3 on node2: Bad system call"),
+        ("srun: error: node2: task 3: CPU time limit exceeded\n", TaskEnd((3,), "node2", "CPU time limit exceeded")),
+        ("srun: error: node2: task 3: Bad system call\n", TaskEnd((3,), "node2", "Bad system call")),
         (
             "srun: fatal: --ntasks-per-node is mutually exclusive with --ntasks-per-gpu\n",
-            "srun: fatal: --ntasks-per-node is mutually exclusive with --ntasks-per-gpu",
+            TaskEnd((), "", "srun: fatal: --ntasks-per-node is mutually exclusive with --ntasks-per-gpu"),
         ),
-        ("srun: error: Node failure on node3\nsrun: error: node1: task 0: Killed\n", "node failure on node3"),
-        ("error: no answer from node2 within 25 s, when asked for /runs/a\n", "no answer from node2 within 25 s"),
+        (
+            "srun: error: Node failure on node3\nsrun: error: node1: task 0: Killed\n",
+            TaskEnd((), "node3", "node failure on node3"),
+        ),
+        ("srun: error: Node failure on node[3-4]\n", TaskEnd((), "", "node failure on node[3-4]")),
     ],
 )
-def test_the_first_violent_end_is_named(text: str, words: str) -> None:
-    assert violent_end(text) == words
+def test_the_first_violent_end_is_named(text: str, end: TaskEnd | None) -> None:
+    assert violent_end(text) == end
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,9 @@ CASES: dict[str, tuple[str, dict[int, str], dict[int, str], tuple[int | None, st
 }
 
 
-def failed(has_run: Any, note: str, logs: dict[int, str], marks: dict[int, str]) -> RunDirectory:
+def failed(has_run: Any, note: str, logs: dict[int, str], marks: dict[int, str], **facts: Any) -> RunDirectory:
     files = {f"attempt_0/rank_{rank}.log": text for rank, text in logs.items()}
-    run: RunDirectory = has_run(ledger=attempt(0, reason="failed", action="relaunch", note=note), logs=files)
+    run: RunDirectory = has_run(ledger=attempt(0, reason="failed", action="relaunch", note=note, **facts), logs=files)
     for seconds, rank in enumerate(logs):
         os.utime(run.rank_log(0, rank), (seconds, seconds))
     for rank, message in marks.items():
@@ -100,6 +100,29 @@ def test_who_failed_first_and_why(case: str, has_run: Any) -> None:
     found = find_failure(run, 0)
     assert (found.rank, found.host, found.kind, found.excerpt) == expected and found.note == note
     assert found.log == (run.rank_log(0, found.rank) if found.rank in logs else None)
+
+
+@pytest.mark.parametrize(
+    ("cause", "logs", "marks", "expected"),
+    [
+        ({"ranks": [5, 6], "node": "node3", "words": "Killed"}, {5: "step 1\n", 0: PEER}, {0: CLOSED}, (5, "node3")),
+        ({"ranks": [3], "node": "node2", "words": RAISED}, {3: ONE, 0: PEER}, {0: CLOSED, 3: RAISED}, (3, "node2")),
+        ({"words": "srun itself was killed by signal 9"}, {0: PEER}, {}, (None, "")),
+        # Its words name other ranks than the one that is at fault.
+        ({"ranks": [2], "node": "node2", "words": "ranks 0 on a waits"}, {2: "x\n"}, {}, (2, "node2")),
+    ],
+)
+def test_the_cause_on_record_names_the_first_whatever_the_note_is(
+    cause: dict[str, Any],
+    logs: dict[int, str],
+    marks: dict[int, str],
+    expected: tuple[int | None, str],
+    has_run: Any,
+) -> None:
+    run = failed(has_run, "failed; this job cannot be requeued; job 8 takes over", logs, marks, cause=cause)
+    found = find_failure(run, 0)
+    assert (found.rank, found.host) == expected
+    assert (found.excerpt == ONE) == (RAISED in cause["words"])
 
 
 def test_a_rank_that_stood_still_shows_where(has_run: Any) -> None:

@@ -21,8 +21,8 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import ControllerAway
 from slurm_train.slurm.records import JobState
 from slurm_train.supervise import scheduler as scheduler_module
+from slurm_train.supervise.actions import Decision
 from slurm_train.supervise.continuation import continued_job, is_cancelled
-from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.scheduler import Scheduler, requeue_job
 from slurm_train.supervise.supervisor import Supervisor
 from tests.fakes.slurm_commands import job_state

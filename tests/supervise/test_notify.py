@@ -22,8 +22,8 @@ from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.ledger import Action, Reason, Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise import notify as module
+from slurm_train.supervise.actions import Decision
 from slurm_train.supervise.best_effort import BestEffort
-from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor
@@ -218,7 +218,7 @@ def test_nobody_is_told_of_a_run_that_was_stopped_or_comes_back_for_the_first_ti
         )
         attempt = open_attempt(run, supervisor._start())
         close_attempt(run, attempt, {"reason": reason, "action": action})
-        end = SimpleNamespace(attempt=attempt, is_hung=is_hung)
+        end = SimpleNamespace(number=attempt, hang={"sentence": "it waits"} if is_hung else {})
         decision = Decision(Reason(reason), Action(action), "a note")
         supervisor._notify_of_end(end, decision, BestEffort())  # type: ignore[arg-type]
 

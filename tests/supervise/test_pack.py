@@ -11,7 +11,7 @@ from slurm_train.rundir.ledger import Action, Reason, Start, read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.status.run_status import read_files
-from slurm_train.supervise.decision import Decision
+from slurm_train.supervise.actions import Decision
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.pack import PackedJob, return_of
 from slurm_train.supervise.scheduler import SlurmJob

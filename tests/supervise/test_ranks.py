@@ -251,17 +251,20 @@ def test_a_step_that_stays_is_told(error: ClusterError | None) -> None:
     assert not end_step("7", "attempt_0", commands, within_s=0.01, sleep=lambda _s: None)
 
 
+KILLED_SRUN = TaskEnd((), "", "srun itself was killed by signal 9")
+
+
 @pytest.mark.parametrize(
     ("program", "is_overdue", "code", "said"),
     [
-        ("import sys; sys.exit(3)", False, 3, ""),
+        ("import sys; sys.exit(3)", False, 3, None),
         # Ended here, since it has missed the end of its ranks.
-        ("import signal; signal.pause()", True, 137, ""),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", False, 137, "srun itself was killed by signal 9"),
+        ("import signal; signal.pause()", True, 137, None),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", False, 137, KILLED_SRUN),
     ],
 )
 def test_how_srun_ends_is_its_code_and_said_for_the_ledger(
-    program: str, is_overdue: bool, code: int, said: str, tmp_path: Path
+    program: str, is_overdue: bool, code: int, said: TaskEnd | None, tmp_path: Path
 ) -> None:
     found, log = ran(tmp_path, program, is_overdue=is_overdue)
     assert (found, violent_end(log)) == (code, said)
@@ -372,9 +375,9 @@ def test_a_rank_that_was_killed_is_named_before_those_that_fail_by_its_loss(loca
             for process in started.processes:
                 process.wait()
         assert started.wait() == 137
-        assert started.violent_end == f"rank 1 on {socket.gethostname()}: Killed"
+        assert started.violent_end == TaskEnd((1,), socket.gethostname(), "Killed")
     started = start(local, "import os; os._exit(3)")
-    assert (started.wait(), started.violent_end) == (3, "")
+    assert (started.wait(), started.violent_end) == (3, None)
 
 
 def test_a_rank_that_ends_well_after_one_that_has_lost_it_was_not_asked_to(local: RunDirectory) -> None:

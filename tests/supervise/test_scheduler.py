@@ -17,7 +17,7 @@ from slurm_train.slurm.commands import ControllerAway
 from slurm_train.slurm.policy import Qos
 from slurm_train.slurm.refusals import TestVerdict
 from slurm_train.supervise import scheduler
-from slurm_train.supervise.decision import Decision
+from slurm_train.supervise.actions import Decision
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.scheduler import Room, SlurmJob, ask_with_retries, requeue_job, wait_until_requeued
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state

@@ -23,9 +23,10 @@ from slurm_train.rundir.signs import Group, note_group
 from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import ProgramProgress, last_step
 from slurm_train.slurm.queue_view import Look
+from slurm_train.slurm.records import TaskEnd
 from slurm_train.status.run_status import RunState, read_files, status_of
 from slurm_train.supervise import scheduler as module
-from slurm_train.supervise.decision import Decision
+from slurm_train.supervise.actions import Decision
 from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor, close_lost, ignore_stop_signals, on_stop
@@ -53,7 +54,7 @@ class World(Scheduler):
         self.jobs: list[dict[str, str] | None] = [dict(RUNNING)]
         """The job's record; where there are several, each look takes one away."""
         self.requeue_works, self.lives, self.clears, self.can_relaunch = True, True, True, False
-        self.new_job, self.ends, self.words = "", tuple[str, ...](), ""
+        self.new_job, self.ends = "", tuple[str, ...]()
         self.lost, self.others = tuple[str, ...](), tuple[str, ...]()
         self.oom_kills, self.has_spare_nodes = 0, True
         self.committed: int | None = None
@@ -78,9 +79,6 @@ class World(Scheduler):
 
     def show_job(self) -> dict[str, str] | None:
         return self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
-
-    def explain(self, attempt: int) -> str:
-        return self.words
 
     def num_oom_kills(self) -> int:
         return self.oom_kills
@@ -722,22 +720,26 @@ def test_a_person_may_try_the_same_again(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "oom_kills", "note"),
+    ("end", "oom_kills", "note"),
     [
-        ("", 1, "a rank was killed (an oom-kill by the kernel); out of the node's memory: raise cluster.memory_gb"),
+        (None, 1, "a rank was killed (an oom-kill by the kernel); out of the node's memory: raise cluster.memory_gb"),
         (
-            "rank 3 on node1: Killed",
+            TaskEnd((3,), "node1", "Killed"),
             1,
             "rank 3 on node1: Killed (an oom-kill by the kernel); out of the node's memory: ",
         ),
         # What the kernel of another node did is not known here.
-        ("rank 3 on node2: Killed", 1, "rank 3 on node2: Killed"),
-        ("rank 3 on node1: Killed", 0, "rank 3 on node1: Killed"),
-        ("rank 3 on node2: Out Of Memory", 0, "rank 3 on node2: Out Of Memory; out of the node's memory: raise "),
+        (TaskEnd((3,), "node2", "Killed"), 1, "rank 3 on node2: Killed"),
+        (TaskEnd((3,), "node1", "Killed"), 0, "rank 3 on node1: Killed"),
+        (
+            TaskEnd((3,), "node2", "Out Of Memory"),
+            0,
+            "rank 3 on node2: Out Of Memory; out of the node's memory: raise ",
+        ),
     ],
 )
-def test_an_end_for_want_of_memory_is_called_so(words: str, oom_kills: int, note: str, world: World) -> None:
-    world.words = words
+def test_an_end_for_want_of_memory_is_called_so(end: TaskEnd | None, oom_kills: int, note: str, world: World) -> None:
+    world.violent_end = end
 
     def launch(attempt: int) -> int:
         world.oom_kills += oom_kills

@@ -153,21 +153,21 @@ def test_a_script_does_not_begin_after_a_request_to_stop(tmp_path: Path, number:
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("", (0, "", "")),
-        ("raise SystemExit(75)", (75, "", "")),
-        ("raise SystemExit(2)", (2, "the script ended with code 2", "")),
+        ("", (0, "", "", True)),
+        ("raise SystemExit(75)", (75, "", "", True)),
+        ("raise SystemExit(2)", (2, "the script ended with code 2", "", True)),
         # The system would keep the lowest byte.
-        ("raise SystemExit(256)", (1, "the script ended with code 1", "")),
-        ("raise ValueError('odd')", (1, "ValueError: odd", "train.py:1 in <module>")),
-        ("raise ConnectionError('away')", (1, "ConnectionError: away", "")),
+        ("raise SystemExit(256)", (1, "the script ended with code 1", "", True)),
+        ("raise ValueError('odd')", (1, "ValueError: odd", "train.py:1 in <module>", True)),
+        ("raise ConnectionError('away')", (1, "ConnectionError: away", "train.py:1 in <module>", False)),
         (
             "from slurm_train import errors\nraise errors.ConfigError('odd', hint='do')",
-            (2, "ConfigError: odd", "train.py:2 in <module>"),
+            (2, "ConfigError: odd", "train.py:2 in <module>", True),
         ),
-        ("assert 1 > 2", (1, "AssertionError", "train.py:1 in <module>")),
+        ("assert 1 > 2", (1, "AssertionError", "train.py:1 in <module>", True)),
     ],
 )
-def test_how_it_failed_is_told_in_a_few_words(tmp_path: Path, line: str, found: tuple[int, str, str]) -> None:
+def test_how_it_failed_is_told_in_a_few_words(tmp_path: Path, line: str, found: tuple[int, str, str, bool]) -> None:
     (tmp_path / "train.py").write_text(line)
     assert script_main.run(str(tmp_path / "train.py")) == found
 
@@ -196,7 +196,7 @@ def test_a_failure_is_told_although_children_end_meanwhile(tmp_path: Path) -> No
     begin = f"import sys\nsys.argv = ['x', '{tmp_path}']\nfrom slurm_train.worker import script_main\n"
     line = f"{begin}print(script_main.run('{tmp_path}/train.py'))"
     done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "(1, 'Odd: odd', 'train.py:16 in <module>')\n", done.stderr
+    assert done.stdout == "(1, 'Odd: odd', 'train.py:16 in <module>', True)\n", done.stderr
 
 
 @pytest.mark.parametrize(

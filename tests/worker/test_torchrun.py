@@ -82,7 +82,7 @@ def test_a_rank_that_cannot_leave_a_mark_gets_one(tmp_path: Path, act: str, word
     on_failed = partial(leave_mark_for, run, 0, host="node1")
     assert run_ranks(node, [sys.executable, str(program)], on_failed=on_failed) == 1
     (mark,) = read_marks(run, 0)
-    assert (str(mark), mark.exit_code) == (f"rank 1 on node1: {words}", code)
+    assert (str(mark.cause), mark.exit_code) == (f"rank 1 on node1: {words}", code)
 
 
 def test_a_rank_that_ended_without_a_word_is_named_unless_it_has_a_mark(tmp_path: Path) -> None:
@@ -92,7 +92,10 @@ def test_a_rank_that_ended_without_a_word_is_named_unless_it_has_a_mark(tmp_path
     for code in (143, 3, 3):
         leave_mark_for(run, 0, 1, code, host="node1")
     (mark,) = read_marks(run, 0)
-    assert (str(mark), mark.exit_code) == ("rank 1 on node1: ended with exit code 3; its last words: no licence", 3)
+    assert (str(mark.cause), mark.exit_code) == (
+        "rank 1 on node1: ended with exit code 3; its last words: no licence",
+        3,
+    )
 
 
 def test_a_rank_that_was_asked_to_stop_leaves_no_mark(tmp_path: Path) -> None:

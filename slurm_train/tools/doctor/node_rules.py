@@ -10,16 +10,14 @@ cannot reach each other, either may be at fault.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from slurm_train.distributed.rendezvous import files_needed, is_loopback
-from slurm_train.formatting import shorten
+from slurm_train.formatting import ranges, shorten
 from slurm_train.rundir.events import Finding
 from slurm_train.rundir.node_disk import has_room_for_sockets
-from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.slurm.limits import in_words, tight, way_out
 from slurm_train.tools.doctor.facts import Job, NodeFacts, Trouble, error, merge, warning
 
@@ -124,7 +122,7 @@ def _mismatched_ranks(job: Job) -> Iterator[Finding]:
             yield error("RANK_MISMATCH", rank.node, seen)
     for (node, local_rank), numbers in places.items():
         if len(numbers) > 1:
-            seen = f"ranks {as_ranges(numbers)} all have local rank {local_rank}, so they would share a GPU"
+            seen = f"ranks {ranges(numbers)} all have local rank {local_rank}, so they would share a GPU"
             yield error("RANK_MISMATCH", node, seen)
 
 
@@ -152,7 +150,7 @@ def _scarce_resources(job: Job) -> Iterator[Finding]:
         is_starved = len(bound) < min(len(ranks), node.num_cpus) or fewest < min(asked or 1, node.num_cpus)
         is_tight = asked is None and fewest == 1 and node.num_cpus >= _PLENTY * len(ranks)
         if bound and node.num_cpus and (is_starved or is_tight):
-            share = f"{len(ranks)} ranks may use CPUs {as_ranges(bound)} of {node.num_cpus}, one of them {fewest}"
+            share = f"{len(ranks)} ranks may use CPUs {ranges(bound)} of {node.num_cpus}, one of them {fewest}"
             yield warning("CPU_AFFINITY", name, f"{share}; cluster.cpus_per_gpu={asked or 'null'}")
 
         files = min((rank.max_open_files for rank in ranks if rank.max_open_files is not None), default=None)
@@ -593,8 +591,3 @@ def common_end(pairs: Collection[tuple[str, str]], *, num_nodes: int) -> str:
         if len(node_partners) > 1 and all(node in pair for pair in pairs):
             common.append(node)
     return common[0] if len(common) == 1 and num_nodes > 2 else ""
-
-
-def as_ranges(numbers: Iterable[int]) -> str:
-    """Returns numbers in short: [0, 1, 2, 5] -> "0-2,5"."""
-    return re.sub(r"[][]", "", compact_nodelist([str(number) for number in sorted(set(numbers))]))

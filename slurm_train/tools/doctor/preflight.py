@@ -40,7 +40,7 @@ from slurm_train.distributed.meeting import (
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import allow_files, require_files
 from slurm_train.errors import PreflightError
-from slurm_train.formatting import columns
+from slurm_train.formatting import columns, ranges
 from slurm_train.rundir.attempts import opened_world_size
 from slurm_train.rundir.events import Finding, errors_of, findings_of, write_preflight
 from slurm_train.rundir.files import listed, read_json, to_records, write_atomic
@@ -60,7 +60,6 @@ from slurm_train.tools.doctor.facts import (
 )
 from slurm_train.tools.doctor.gpu_speed import read_speeds
 from slurm_train.tools.doctor.node_rules import (
-    as_ranges,
     find_faults,
     find_mismatched_ranks,
     interface_choices,
@@ -68,11 +67,6 @@ from slurm_train.tools.doctor.node_rules import (
 )
 from slurm_train.tools.doctor.probes import Peer, ProbeServer, describe_error, measure, peers_of, probe
 
-# Found again whatever the nodes are, unless one node alone is to blame.
-_LASTING = {
-    *("WRONG_INTERFACE", "RANK_MISMATCH", "GPU_COUNT", "DATA_MISSING", "LIMITS", "FS_READONLY", "DISK_FULL"),
-    "NO_COMPILER",
-}
 # Measured one after the other, since few nodes may share a machine or a switch.
 _FEW_NODES = 8
 _ROUNDS = 3
@@ -177,8 +171,8 @@ class Preflight:
             return {}
         if errors:
             more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-            lasting = all(finding.code in _LASTING and not finding.blames_node for finding in errors)
-            raise PreflightError(f"{errors[0].short}{more}", hint=errors[0].hint, is_lasting=lasting)
+            is_lasting = all(finding.cause.lasting for finding in errors)
+            raise PreflightError(f"{errors[0].short}{more}", hint=errors[0].hint, is_lasting=is_lasting)
         return variables
 
     def _check(self) -> Verdict | None:
@@ -582,7 +576,7 @@ def node_table(job: Job, findings: Iterable[Finding]) -> list[str]:
         codes = dict.fromkeys(finding.code for finding in findings if node.node in finding.node.split(", "))
         cells = {
             "NODE": node.node,
-            "RANKS": as_ranges(rank.rank for rank in ranks),
+            "RANKS": ranges(rank.rank for rank in ranks),
             "GPUS": str(max(gpus)) if gpus else "",
             "GPU FREE": f"{min(free) / 1024:.0f} GiB" if free else "",
             "CPUS": f"{len({cpu for rank in ranks for cpu in rank.cpus})} of {node.num_cpus}",
