@@ -460,7 +460,7 @@ def _said(records: Records) -> str:
     """Returns the table of what the verbs say of each habit: how it begins, the records have all of it."""
     cells = records["sites"]["result"]["table"] if "sites" in records else {}
     rows = [
-        (site, *(textwrap.shorten(said[verb], 160, placeholder=" ...").replace("|", "\\|") for verb in sites.VERBS))
+        (site, *(textwrap.shorten(said[verb], 80, placeholder=" ...").replace("|", "\\|") for verb in sites.VERBS))
         for site, said in cells.items()
     ]
     return _table(("site", *(f"`{verb}`" for verb in sites.VERBS)), *rows)
@@ -471,7 +471,7 @@ def _table(head: Sequence[str], *rows: Sequence[str]) -> str:
 
 
 def render(records: Records) -> str:
-    """Returns the text of docs/reliability.md."""
+    """Returns the text of docs/reliability.md; of long figures it has the beginning, the records have all."""
     lines = [_HEAD, "| campaign | promise | held | figures | date, seed, time |", "|---|---|---|---|---|"]
     ends = []
     for name, campaign in CAMPAIGNS.items():
@@ -482,7 +482,8 @@ def render(records: Records) -> str:
             lines.append(f"{what} not run | | |")
             continue
         found = record["result"]
-        figures = "; ".join(f"{figure}: {value}" for figure, value in found["figures"].items())
+        measured = "; ".join(f"{figure}: {value}" for figure, value in found["figures"].items())
+        figures = textwrap.shorten(measured, 150, placeholder=" ...")
         when = f"{record['date']}, seed {record['seed']}, {record['wall_s'] / 60:.1f} min, `{record['revision']}`"
         lines.append(f"{what} {found['held']} of {found['trials']} | {figures} | {when} |")
         if found["problems"]:
