@@ -25,6 +25,7 @@ from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.plan_record import PlanRecord
 
 PARTS = ("config", "code", "environment")
 _STYLES = {"---": BOLD, "+++": BOLD, "+": "32", "-": "31", "@@": "36"}
@@ -123,8 +124,9 @@ def _config_changes(old: RunDirectory, new: RunDirectory) -> list[dict[str, Any]
     ]
 
 
-def _global_size(run: RunDirectory) -> Any:
-    return ((read_json(run.plan) or {}).get("batch") or {}).get("global_size")
+def _global_size(run: RunDirectory) -> int | None:
+    batch = PlanRecord.read(run.plan).batch
+    return None if batch is None else batch.global_size
 
 
 def _code_changes(old: tuple[Code, str], new: tuple[Code, str]) -> dict[str, Any]:

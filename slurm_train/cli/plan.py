@@ -125,7 +125,7 @@ def _plan_run(settings: HydraSettings, commands: SlurmCommands, *, env: Mapping[
     if flags.json:
         facts = {
             "run": str(plan.run.path),
-            **plan.as_json(),
+            **plan.record.as_json(),
             **estimate.as_json(),
             "slurm": None if job is None else job.slurm,
             "script": None if job is None else job.script,

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from slurm_train.cli.preview import print_rows
 from slurm_train.cli.selection import parse_runs
@@ -27,9 +26,9 @@ from slurm_train.errors import EXIT_DONE, RunError
 from slurm_train.plan.choice import settle_parallel
 from slurm_train.plan.plan import replan_run
 from slurm_train.plan.preview import plan_rows
-from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import find_run, find_sweep
 from slurm_train.rundir.paths import RunDirectory, require_private
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.sweep import SweepDirectory
 from slurm_train.slurm.job_request import JobRequest
 from slurm_train.start.drift import changed_code_notes, check_drift, check_names, refuse_finished
@@ -81,13 +80,13 @@ def main(words: Sequence[str]) -> int:
         if config.launch != "interactive" and not _needs_another_script(run, config):
             return _resubmit(start, run)
     typed = [word.lstrip("+~").partition("=")[0] for word in settings]
-    facts = _read_plan(run)
+    old = _read_plan(run)
     source = None
     hub = tuple[HubFiles, ...]()
     if any(key.startswith(("model", "data", "train.init_from")) for key in typed):
         # What is typed now may name the Hub; what the run has are paths.
-        config, hub = pin_hub_files(config, cwd=Path(facts.get("directory") or Path.cwd()))
-    plan = replace(replan_run(config, facts, run=run, typed=typed, env=env, settle=settle_parallel), hub=hub)
+        config, hub = pin_hub_files(config, cwd=Path(old.directory or Path.cwd()))
+    plan = replace(replan_run(config, old, run=run, typed=typed, env=env, settle=settle_parallel), hub=hub)
     if "code" in accept:
         here = working_folder(env)
         plan = replace(plan, directory=str(here))
@@ -139,7 +138,7 @@ def _refuse_edited(run: RunDirectory) -> None:
     """Refuses here what the ranks would refuse later: files of the run directory that were edited since."""
     require_sealed(run)
     frozen_plan = _read_plan(run)
-    if "batch" not in frozen_plan:
+    if frozen_plan.batch is None:
         return
     try:
         plan = replan_run(load_config(run.config), frozen_plan, run=run, typed=(), env=os.environ)
@@ -154,14 +153,14 @@ def _resume_here(start: Start, run: RunDirectory) -> int:
     """Continues the training on this machine, with the frozen configuration and plan."""
     from slurm_train.cli.here import train_here
 
-    world_size = int(_read_plan(run)["world"]["size"])
+    world_size = _read_plan(run).world.size
     refuse_active(run, start.commands)
     run.stop_file.unlink(missing_ok=True)
     return train_here(run, load_config(run.config), world_size=world_size, env=start.env)
 
 
-def _read_plan(run: RunDirectory) -> dict[str, Any]:
-    plan = read_json(run.plan)
-    if plan is None:
+def _read_plan(run: RunDirectory) -> PlanRecord:
+    plan = PlanRecord.read(run.plan)
+    if plan == PlanRecord():
         raise RunError(f"{run.plan} cannot be read", hint="type the run's first command again")
     return plan

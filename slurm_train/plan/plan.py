@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slurm_train.code.hub import HubFiles, pin_hub_files
 from slurm_train.config.batch import (
@@ -33,7 +33,7 @@ from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_mapping
 from slurm_train.config.synonyms import EXPORT_WORDS
 from slurm_train.distributed.master import read_ports
-from slurm_train.errors import BatchError, Check, ConfigError, require_all
+from slurm_train.errors import BatchError, Check, ConfigError, RunError, require_all
 from slurm_train.formatting import count
 from slurm_train.plan.cpu_share import LEFT_TO_SLURM, CpuShare, NodeShares
 from slurm_train.plan.placement import World, check_pipeline, fitting_world, plan_layout, plan_world
@@ -44,6 +44,7 @@ from slurm_train.rundir.files import plain_path
 from slurm_train.rundir.lookup import run_of_hash
 from slurm_train.rundir.paths import RunDirectory, require_room, root_of_place
 from slurm_train.rundir.places import own_places
+from slurm_train.rundir.plan_record import PlannedBatch, PlannedRate, PlannedWorld, PlanRecord
 from slurm_train.rundir.sweep import Element, SweepDirectory, sweep_place
 from slurm_train.slurm.commands import SlurmCommands
 
@@ -101,38 +102,38 @@ class RunPlan:
         steps = self.max_steps
         return None if steps is None else self.batch.global_size * num_batches(self.config.batch.growth, steps)
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the content of `plan.json`."""
+    @property
+    def record(self) -> PlanRecord:
+        """The content of `plan.json`."""
         shares = planned_shares(self.config, self.batch, ranks_per_node=self.world.ranks_per_node)
-        return {
-            "config_hash": self.config_hash,
-            "directory": self.directory,
-            "path": str(self.run.path),
-            "world": {
-                "size": self.world.size,
-                "ranks_per_node": list(self.world.ranks_per_node),
-                **({"num_nodes": list(self.world.sizes)} if self.world.sizes else {}),
-            },
-            "layout": self.layout.as_mapping,
-            **({"chosen": self.chosen} if self.chosen else {}),
-            **({"cpus_per_rank": self.cpus_per_rank} if self.cpus_per_rank else {}),
-            "batch": {
-                "ranks": self.batch.ranks,
-                "global_size": self.batch.global_size,
-                "local_size": self.batch.local_size,
-                "accumulation": self.batch.accumulation,
-                **({} if len(set(shares)) == 1 else {"shares": list(shares)}),
-            },
-            "lr": {
-                "planned": self.lr,
-                "configured": self.config.optim.lr,
-                "retune": self.config.optim.lr_retune,
-                "tuned_for_global_size": self.config.optim.lr_global_size or self.batch.global_size,
-            },
-            "max_steps": self.max_steps,
-            "samples": self.num_samples,
-            "requeue": {"enabled": self.config.requeue.enabled},
-        }
+        batch = self.batch
+        return PlanRecord(
+            config_hash=self.config_hash,
+            directory=self.directory,
+            path=str(self.run.path),
+            world=PlannedWorld(
+                size=self.world.size, ranks_per_node=self.world.ranks_per_node, num_nodes=self.world.sizes
+            ),
+            layout=self.layout.as_mapping,
+            chosen=self.chosen,
+            cpus_per_rank=self.cpus_per_rank,
+            batch=PlannedBatch(
+                ranks=batch.ranks,
+                global_size=batch.global_size,
+                local_size=batch.local_size,
+                accumulation=batch.accumulation,
+                shares=() if len(set(shares)) == 1 else tuple(shares),
+            ),
+            lr=PlannedRate(
+                planned=self.lr,
+                configured=self.config.optim.lr,
+                retune=self.config.optim.lr_retune,
+                tuned_for_global_size=self.config.optim.lr_global_size or batch.global_size,
+            ),
+            max_steps=self.max_steps,
+            samples=self.num_samples,
+            requeue={"enabled": self.config.requeue.enabled},
+        )
 
 
 Settle = Callable[[RunConfig, World, Mapping[str, str]], tuple[RunConfig, str]]
@@ -230,7 +231,7 @@ def node_shares(env: Mapping[str, str], commands: SlurmCommands | None = None) -
 
 def replan_run(
     config: RunConfig,
-    old_plan: Mapping[str, Any],
+    old: PlanRecord,
     *,
     run: RunDirectory,
     typed: Collection[str],
@@ -244,7 +245,7 @@ def replan_run(
 
     Args:
         config: the configuration from now on.
-        old_plan: its `plan.json`.
+        old: its plan up to now.
         run: the run.
         typed: the keys that were typed.
         env: environment, for counting local GPUs.
@@ -252,6 +253,7 @@ def replan_run(
 
     Raises:
         ConfigError: an impossible batch or world.
+        RunError: `plan.json` cannot be read.
     """
     require_all(_conflicts(config))
     _check_meeting(config)
@@ -261,24 +263,24 @@ def replan_run(
     layout = plan_layout(config, world)
     batch = solve_batch(BatchSection(), ranks=layout.data_parallel_size, stages=layout.pp)
     if config.trains:
-        old_batch = old_plan["batch"]
+        old_batch = old.batch
+        if old_batch is None:
+            raise RunError(f"{run.plan} cannot be read", hint="type the run's first command again")
         global_size = config.batch.global_size if "batch.global_size" in typed else None
         local_size = config.batch.local_size if "batch.local_size" in typed else None
         accumulation = config.batch.accumulation if "batch.accumulation" in typed else None
         if global_size is None:
-            global_size = int(old_batch["global_size"])
+            global_size = old_batch.global_size
         if local_size is None and accumulation is None and global_size > 0:
-            batch = recut_batch(
-                global_size, ranks=batch.ranks, local_size=int(old_batch["local_size"]), stages=layout.pp
-            )
+            batch = recut_batch(global_size, ranks=batch.ranks, local_size=old_batch.local_size, stages=layout.pp)
         else:
             section = replace(config.batch, global_size=global_size, local_size=local_size, accumulation=accumulation)
             batch = solve_batch(section, ranks=batch.ranks, stages=layout.pp)
         follows = config.optim.lr_retune != "none" and config.optim.lr_global_size is None
-        if follows and batch.global_size != old_batch["global_size"]:
-            tuned_for = int(old_plan.get("lr", {}).get("tuned_for_global_size", old_batch["global_size"]))
+        if follows and batch.global_size != old_batch.global_size:
+            tuned_for = old_batch.global_size if old.lr is None else old.lr.tuned_for_global_size
             config = replace(config, optim=replace(config.optim, lr_global_size=tuned_for))
-    plan = _assemble(config, world, layout, batch, run=run, directory=str(old_plan.get("directory", "")))
+    plan = _assemble(config, world, layout, batch, run=run, directory=old.directory)
     if any(is_below(key, section) for key in typed for section in ("optim", "train", "batch")):
         _check_schedule(plan)
     cpus = _share_cpus(config, world, env, None)

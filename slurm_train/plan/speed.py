@@ -30,9 +30,10 @@ from slurm_train.plan.memory import (
 )
 from slurm_train.plan.placement import spans_nodes
 from slurm_train.plan.plan import RunPlan
-from slurm_train.rundir.files import last_lines, read_json
+from slurm_train.rundir.files import last_lines
 from slurm_train.rundir.lookup import is_own, list_runs
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.timing import read_measured, warning_lead_s
 from slurm_train.slurm.job_limits import Demand, limits_in_partitions, longest_limit_min
 from slurm_train.slurm.policy import Preemption, expedites_requeues, return_in_words, returning_codes_in_words
@@ -382,7 +383,7 @@ def measured_speed(plan: RunPlan) -> Speed | None:
     """Returns the step time of this run, else of the newest one that trains the same model in the same world."""
     for run in _runs_like(plan):
         times = _step_times(run).get(plan.world.size)
-        is_alike = bool(times) and (read_json(run.plan) or {}).get("batch") == plan.as_json()["batch"]
+        is_alike = bool(times) and PlanRecord.read(run.plan).batch == plan.record.batch
         if times and is_alike and _does_same_work(run, plan):
             return Speed(median(times), f"{run.name}/{run.run_id}")
     return None
@@ -393,8 +394,8 @@ def measured_speeds(plan: RunPlan) -> dict[int, Speed]:
     speeds: dict[int, Speed] = {}
     for run in _runs_like(plan):
         by_size = _step_times(run)
-        batch = (read_json(run.plan) or {}).get("batch") or {}
-        if by_size.keys() <= speeds.keys() or batch.get("global_size") != plan.batch.global_size:
+        batch = PlanRecord.read(run.plan).batch
+        if by_size.keys() <= speeds.keys() or batch is None or batch.global_size != plan.batch.global_size:
             continue
         if _does_same_work(run, plan):
             for size, times in by_size.items():

@@ -21,13 +21,13 @@ from slurm_train.rundir.files import (
     change_times,
     listed,
     make_private,
-    read_json,
     read_lines,
     write_atomic,
 )
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.paths import USER_PREFIX, RunDirectory, typed_root
 from slurm_train.rundir.places import all_places, run_place
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.sweep import (
     SweepDirectory,
     array_job_id,
@@ -54,12 +54,12 @@ def run_of_hash(root: Path, name: str, full_hash: str) -> RunDirectory:
     """
     run = run_place(root, name, full_hash[:ID_DIGITS])
     try:
-        other_hash = (read_json(run.plan) or {}).get("config_hash")
+        other_hash = PlanRecord.read(run.plan).config_hash
     except OSError:
         # What is in the way is reported when the run directory is made.
         return run
     # A run whose settings were changed on purpose has a hash that its id is not the beginning of.
-    if other_hash is not None and str(other_hash).startswith(run.run_id) and other_hash != full_hash:
+    if other_hash.startswith(run.run_id) and other_hash != full_hash:
         raise ConfigError(
             f"{run.path} is another training, whose id is the same by chance (hashes {other_hash}, {full_hash})",
             hint="give this one another name: run.name=NAME",

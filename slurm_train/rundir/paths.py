@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.files import listed, read_json
+from slurm_train.rundir.files import listed
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.trust import enter_folder, is_own_folder, refusal, trusted_owners
 
 _LONGEST_NAME = 255
@@ -48,8 +49,8 @@ def typed_root(root: Path) -> Path:
     """
     real = root.resolve()
     for plan in itertools.islice(_own_plans(real), _MOST_PROBED):
-        with contextlib.suppress(OSError, KeyError, TypeError):
-            spelled = Path((read_json(plan, writers=trusted_owners()) or {})["path"]).parent.parent
+        with contextlib.suppress(OSError):
+            spelled = Path(PlanRecord.read(plan, writers=trusted_owners()).path).parent.parent
             if spelled != real and spelled.is_absolute() and spelled.samefile(real):
                 return spelled
     return real

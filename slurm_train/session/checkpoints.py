@@ -14,8 +14,8 @@ from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.rundir.events import SaveLog
-from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.session.interface import Checkpoint
 from slurm_train.session.losses import LossWatch
 from slurm_train.session.orders import ORDERS, Orders
@@ -181,7 +181,6 @@ class SessionCheckpoints:
             kind: `manifest.DIRECTORY` or `manifest.PROGRAM`.
         """
         place = self._rank_place
-        plan = read_json(self._run.plan) or {}
         try:
             torch_version = version("torch")
         except PackageNotFoundError:
@@ -196,7 +195,7 @@ class SessionCheckpoints:
             epoch=epoch,
             mesh={"dp_replicate": place.world_size},
             batch_plan={},
-            config_hash=str(plan.get("config_hash", self._run.run_id)),
+            config_hash=PlanRecord.read(self._run.plan).config_hash or self._run.run_id,
             data_fingerprint="",
             torch_version=torch_version,
             **self._resumption.facts_of_save(world_size=place.world_size, host=place.host, env=self._env),

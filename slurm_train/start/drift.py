@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slurm_train.code.snapshot import (
     MOST_CHANGES_SHOWN,
@@ -34,6 +34,7 @@ from slurm_train.rundir.events import AcceptedChange, covers_code, covers_config
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import is_own, list_runs
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.plan_record import PlannedBatch, PlanRecord
 
 if TYPE_CHECKING:
     from slurm_train.checkpoint.manifest import Manifest
@@ -230,9 +231,8 @@ def changed_files(run: RunDirectory, config: RunConfig, directory: Path) -> str:
         config: its configuration.
         directory: where its command is typed now; files of another folder are not compared.
     """
-    frozen = _read_frozen(run)
     index = read_index(run)
-    if frozen is None or index is None or frozen[1].get("directory") != str(directory):
+    if index is None or PlanRecord.read(run.plan).directory != str(directory):
         return ""
     folders = {**(read_json(run.code_index) or {}).get("folders", {}), "": str(directory)}
     changes = compare_code(Code(index, run.code.joinpath), live_code(run, folders))
@@ -251,19 +251,17 @@ def changed_code_notes(run: RunDirectory, config: RunConfig, directory: Path) ->
     ]
 
 
-def _read_frozen(run: RunDirectory) -> tuple[RunConfig, dict[str, Any]] | None:
-    plan = read_json(run.plan)
-    if not run.config.exists() or plan is None or "batch" not in plan:
-        return None
-    return load_config(run.config), plan
+def _read_frozen(run: RunDirectory) -> tuple[RunConfig, PlannedBatch] | None:
+    batch = PlanRecord.read(run.plan).batch
+    return None if batch is None or not run.config.exists() else (load_config(run.config), batch)
 
 
-def _compare_config(plan: RunPlan, config: RunConfig, old_plan: dict[str, Any], *, manifest: Manifest) -> list[Change]:
+def _compare_config(plan: RunPlan, config: RunConfig, old_batch: PlannedBatch, *, manifest: Manifest) -> list[Change]:
     trained = manifest.extra.get("settings")
     return all_changes(
         config,
         plan.config,
-        old_global_size=int(old_plan["batch"]["global_size"]),
+        old_global_size=old_batch.global_size,
         new_global_size=plan.batch.global_size,
         trained=trained if isinstance(trained, dict) else None,
     )

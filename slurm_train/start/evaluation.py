@@ -32,7 +32,7 @@ from slurm_train.errors import CheckpointError, ClusterError, ConfigError, RunEr
 from slurm_train.plan.plan import RunPlan, plan_run
 from slurm_train.rundir.attempts import withdraw_result
 from slurm_train.rundir.events import is_same_data
-from slurm_train.rundir.files import make_folder, read_json
+from slurm_train.rundir.files import make_folder
 from slurm_train.rundir.paths import (
     RunDirectory,
     existing_attempts,
@@ -43,6 +43,7 @@ from slurm_train.rundir.paths import (
     typed_root,
 )
 from slurm_train.rundir.pins import pin_save, release_pins, renew_lease
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import clear_dead_pins, refuse_active
 
@@ -57,7 +58,7 @@ def enter_run(folder: Path) -> RunDirectory:
     run = RunDirectory(typed_root(folder.parent.parent) / folder.parent.name / folder.name)
     # Its code runs as the user who types the command.
     require_private(run)
-    directory = (read_json(run.plan) or {}).get("directory")
+    directory = PlanRecord.read(run.plan).directory
     if directory and Path(directory).is_dir():
         os.chdir(directory)
     return run
@@ -192,12 +193,12 @@ def _on_saved_weights(
     if needs_trainer:
         require_trainer(run)
     trained = load_config(run.config)
-    batch = (read_json(run.plan) or {}).get("batch", {})
+    batch = PlanRecord.read(run.plan).batch
     return replace(
         trained,
         launch="slurm",
         run=RunSection(root=str(run.path), name=name, processes=trained.run.processes),
-        batch=BatchSection(local_size=batch.get("local_size"), by_length=trained.batch.by_length),
+        batch=BatchSection(local_size=None if batch is None else batch.local_size, by_length=trained.batch.by_length),
         train=replace(
             trained.train,
             evaluate=True,

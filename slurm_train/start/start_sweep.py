@@ -20,10 +20,11 @@ from slurm_train.plan.plan import RunPlan, SweepPlan, replan_run
 from slurm_train.request.acceptance import require_slurm, slurm_verdict, without_chosen_cpus
 from slurm_train.request.arrays import ArrayPlan, find_lost_arrays, plan_arrays, submit_arrays
 from slurm_train.request.batch_script import job_request
-from slurm_train.rundir.files import for_each, read_json
+from slurm_train.rundir.files import for_each
 from slurm_train.rundir.jobs import named
 from slurm_train.rundir.lookup import remember_root
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.sweep import Element, SweepDirectory, choosing_runs, read_table, submitting
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_request import JobRequest
@@ -295,7 +296,7 @@ def _replace_code(start: Start, sweep: SweepDirectory, runs: Sequence[RunDirecto
     """Replaces the code of runs of a sweep, and returns its path; all runs are compared before one is changed."""
     changes = {}
     for run in runs:
-        plan = replan_run(load_config(run.config), read_json(run.plan) or {}, run=run, typed=(), env={})
+        plan = replan_run(load_config(run.config), PlanRecord.read(run.plan), run=run, typed=(), env={})
         changes[run] = check_drift(plan, source, accept={"code"}, say=start.say)
     code = write_shared_code(sweep, source)
     for run, change in changes.items():

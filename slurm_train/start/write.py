@@ -123,7 +123,7 @@ def write_run(
         set_aside = link_code(run, code, change=change)
     durable = change is not None
     write_atomic(run.config, dump_config(plan.config), durable=durable)
-    write_atomic(run.plan, json.dumps(plan.as_json(), indent=2) + "\n", durable=durable)
+    write_atomic(run.plan, json.dumps(plan.record.as_json(), indent=2) + "\n", durable=durable)
     if request is not None:
         write_request(run.submit_script, request, durable=durable)
     run.stop_file.unlink(missing_ok=True)

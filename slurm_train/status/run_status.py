@@ -38,6 +38,7 @@ from slurm_train.rundir.jobs import (
 from slurm_train.rundir.ledger import Attempt, Reason, read_ledger
 from slurm_train.rundir.lookup import is_own
 from slurm_train.rundir.paths import SETUP_FAILED, RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.signs import read_remarks
 from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import newest_window
@@ -258,7 +259,7 @@ def read_files(run: RunDirectory) -> RunFiles:
     checkpoints = list_checkpoints(run.checkpoints)
     result = read_json(run.result) or {}
     # The steps of a run of some epochs are counted by its ranks.
-    max_steps = line.get("max_steps") or (read_json(run.plan) or {}).get("max_steps") or None
+    max_steps = line.get("max_steps") or PlanRecord.read(run.plan).max_steps
     return RunFiles(
         run=run,
         record=record,
@@ -667,7 +668,7 @@ def never_began(files: RunFiles, job: JobState) -> str:
         # The script ran, so its log was opened.
         with_code = f" with exit code {code}" if code not in ("", "0") else ""
         return f"ended before it began{with_code}, and its script said nothing: see cluster.setup in submit.sh"
-    planned = str((read_json(files.run.plan) or {}).get("path", ""))
+    planned = PlanRecord.read(files.run.plan).path
     if planned and not os.path.lexists(planned):
         moved = f"its run directory was moved from {planned} while it waited"
         return f"ended before it began: {moved}; `resume {files.run.run_id}` submits it for the present place"

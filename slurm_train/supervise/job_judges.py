@@ -12,9 +12,10 @@ from typing import Literal
 
 from slurm_train.errors import EXIT_ORPHANED, ClusterError
 from slurm_train.rundir.events import append_event
-from slurm_train.rundir.files import last_lines, read_json, read_record
+from slurm_train.rundir.files import last_lines, read_record
 from slurm_train.rundir.ledger import End, read_ledger
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.timing import CAUSES, Spent, last_step, read_notice
 from slurm_train.supervise.best_effort import say
 from slurm_train.supervise.growth import (
@@ -240,7 +241,7 @@ def _steps_left(run: RunDirectory) -> int | None:
     # A run that is counted in epochs has its number of steps in the metrics, not in the plan.
     lines = last_lines(run.metrics)
     max_steps = lines[-1].get("max_steps") if lines else None
-    max_steps = max_steps or (read_json(run.plan) or {}).get("max_steps")
+    max_steps = max_steps or PlanRecord.read(run.plan).max_steps
     return None if max_steps is None else max(0, int(max_steps) - last_step(run))
 
 

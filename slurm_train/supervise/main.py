@@ -20,11 +20,11 @@ from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.distributed.master import probe_port
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.request.rank_command import RankCommand
-from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.ledger import Action, Start
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.pins import release_pins
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import scrubbed
@@ -169,7 +169,7 @@ def _run_ranks_here(
     # The ranks run the snapshot; what it does not hold (ignored by git, say) is found where the run was typed.
     rank_env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(Path.cwd())]))
     rank_env["MASTER_PORT"] = str(probe_port(str(run.path), attempt=attempt, env=rank_env))
-    command = RankCommand(config, run, str((read_json(run.plan) or {}).get("directory", Path.cwd())))
+    command = RankCommand(config, run, PlanRecord.read(run.plan).directory or str(Path.cwd()))
     command.make_mount_points()
     words = command.words(python=sys.executable)
     world_size = scheduler.start.world_size

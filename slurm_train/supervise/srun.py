@@ -30,8 +30,9 @@ from slurm_train.rundir.events import (
     read_preflight,
     write_preflight,
 )
-from slurm_train.rundir.files import create_empty, for_each, read_json
+from slurm_train.rundir.files import create_empty, for_each
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.slurm.allocation import Allocation, cluster_of, compact_nodelist, fewest_cpus, het_job_ids
 from slurm_train.slurm.flags import resource_flags
 from slurm_train.slurm.job_variables import with_gpus_for
@@ -62,11 +63,11 @@ _ANSWERS_WITHIN_S = 25.0
 
 def pool_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> NodePool:
     """Returns the nodes of a job as the run can use them by its plan; an salloc may have more nodes."""
-    world = (read_json(run.plan) or {}).get("world", {})
-    per_node = tuple(world.get("ranks_per_node") or allocation.tasks_per_node)
+    world = PlanRecord.read(run.plan).world
+    per_node = world.ranks_per_node or allocation.tasks_per_node
     pool = NodePool(
         nodes=allocation.nodes,
-        sizes=tuple(world.get("num_nodes") or (len(per_node),)),
+        sizes=world.num_nodes or (len(per_node),),
         ranks_per_node=per_node,
         tasks_per_node=per_node,
     )

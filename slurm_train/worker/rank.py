@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.code.hub import OFFLINE, hub_snapshots, require_snapshots
@@ -55,11 +55,12 @@ from slurm_train.rundir.attempts import (
     was_saved,
 )
 from slurm_train.rundir.events import FailureMark, leave_mark, message_of, place_of, would_last
-from slurm_train.rundir.files import is_there, open_file, read_json
+from slurm_train.rundir.files import is_there, open_file
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.ledger import Action, End, Reason, Start, record_end
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, require_private
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.timing import step_of_attempt
 from slurm_train.session.ending import end_process
 from slurm_train.session.loader_workers import tell_of_loader_workers
@@ -245,7 +246,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
     place = RankPlace.from_env(env)
     _require_visible(run, place.host)
     config = load_config(run.config)
-    plan = read_json(run.plan) or {}
+    plan = PlanRecord.read(run.plan)
     attempt = int(env.get(_ATTEMPT, "0"))
     outlive_terminal(run.rank_log(attempt, place.rank))
     heartbeat = _start_heartbeat(run, attempt, config, place, env)
@@ -257,7 +258,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
         os.environ.setdefault(OFFLINE, "1")
         env = {OFFLINE: os.environ[OFFLINE], **env}
     _set_defaults(gloo_environment(place.world_size))
-    _enter(str(plan.get("directory", "")))
+    _enter(plan.directory)
     point = MeetingPoint(
         master_addr=master_of(env),
         ports=meeting_ports(run.run_id, attempt=attempt, env=env),
@@ -453,22 +454,23 @@ def _import_from_copy(run: RunDirectory, place: RankPlace, env: Mapping[str, str
     return {**env, **changes}
 
 
-def _batch_plan(config: RunConfig, plan: Mapping[str, Any], place: RankPlace) -> BatchPlan:
+def _batch_plan(config: RunConfig, plan: PlanRecord, place: RankPlace) -> BatchPlan:
     """Returns the batch plan for the actual number of ranks, which may be smaller than planned."""
-    batch = plan["batch"]
-    if place.world_size == plan["world"]["size"]:
+    batch = plan.batch
+    if batch is None:
+        raise RunError("plan.json of the run cannot be read", hint="type the run's first command again")
+    if place.world_size == plan.world.size:
         return BatchPlan(
-            global_size=batch["global_size"],
-            local_size=batch["local_size"],
-            ranks=batch["ranks"],
-            accumulation=batch["accumulation"],
+            global_size=batch.global_size,
+            local_size=batch.local_size,
+            ranks=batch.ranks,
+            accumulation=batch.accumulation,
         )
     if not config.trains:
         return solve_batch(BatchSection(), ranks=place.world_size)
     layout = solve_layout(config.parallel, world_size=place.world_size)
     ranks = layout.data_parallel_size
-    local_size = int(batch["local_size"])
-    return recut_batch(int(batch["global_size"]), ranks=ranks, local_size=local_size, stages=layout.pp)
+    return recut_batch(batch.global_size, ranks=ranks, local_size=batch.local_size, stages=layout.pp)
 
 
 def _join_restart(run: RunDirectory, env: Mapping[str, str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import ClusterSection, RunConfig
@@ -25,8 +25,9 @@ from slurm_train.distributed.rendezvous import NodeRanks, run_ranks
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, EXIT_WRONG_USE, RunError
 from slurm_train.rundir.attempts import has_successor, newest_round, was_saved
 from slurm_train.rundir.events import FailureMark, first_mark, leave_mark, read_marks
-from slurm_train.rundir.files import read_json, read_tail
+from slurm_train.rundir.files import read_tail
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.plan_record import PlannedWorld, PlanRecord
 from slurm_train.session.signals import FENCE_EVERY_S, hold_stop_signals, next_stop_signal
 from slurm_train.slurm.allocation import TaskPlace
 from slurm_train.slurm.devices import visible_gpus
@@ -76,14 +77,14 @@ def node_ranks(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> 
     """
     cluster = config.cluster or ClusterSection()
     task = TaskPlace.from_env(env)
-    plan = read_json(run.plan) or {}
+    world = PlanRecord.read(run.plan).world
     return NodeRanks(
         run_id=f"{run.run_id}.{env['SLURM_TRAIN_ATTEMPT']}",
         num_nodes=task.world_size,
         node_rank=task.rank,
         host=env["SLURMD_NODENAME"],
         address=_own_address(cluster, env["SLURMD_NODENAME"]),
-        num_ranks=granted_ranks(env, plan, node=task.rank),
+        num_ranks=granted_ranks(env, world, node=task.rank),
         endpoint=f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
         max_restarts=cluster.max_restarts,
         timeout_s=config.train.start_timeout_s,
@@ -96,19 +97,19 @@ def _own_address(cluster: ClusterSection, node: str) -> str:
     return chosen_address(cluster, node, address_on=lambda name: own.get(name, "")) or node
 
 
-def granted_ranks(env: Mapping[str, str], plan: Mapping[str, Any], *, node: int) -> int:
+def granted_ranks(env: Mapping[str, str], world: PlannedWorld, *, node: int) -> int:
     """Returns how many ranks a node gets: one for each GPU that Slurm has granted here, else the planned number.
 
     Args:
         env: environment of the task.
-        plan: the run's `plan.json`.
+        world: of the run's plan.
         node: number of the node in rank order.
     """
     granted = env.get("SLURM_GPUS_ON_NODE", "")
     if granted.isdigit() and int(granted):
         return int(granted)
     gpus = visible_gpus(env)
-    return len(gpus or ()) or int(plan["world"]["ranks_per_node"][node])
+    return len(gpus or ()) or world.ranks_per_node[node]
 
 
 def _forward_signals(run: RunDirectory, attempt: int, agent: threading.Thread, *, parent: int) -> set[int]:

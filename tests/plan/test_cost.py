@@ -25,7 +25,7 @@ def write_run(plan: RunPlan, run: RunDirectory, *times: float, world_size: int =
     """Puts a run on disk that was planned like `plan` and has taken so long for its steps."""
     run.path.mkdir(parents=True)
     run.config.write_text(dump_config(plan.config))
-    run.plan.write_text(json.dumps(plan.as_json()))
+    run.plan.write_text(json.dumps(plan.record.as_json()))
     lines = [{"step": step, "loss": 1.0, "step_time_s": time, "world_size": world_size} for time in times]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

@@ -29,7 +29,7 @@ def test_a_plan_holds_everything_that_is_decided(tmp_path: Path) -> None:
         requeue={"enabled": False},
     )
     assert plan.run.path == tmp_path / "runs" / "gpt-stdlib" / plan.config_hash[:12]
-    assert plan.as_json() == {
+    assert plan.record.as_json() == {
         "config_hash": plan.config_hash,
         "directory": str(tmp_path),
         "path": str(plan.run.path),
@@ -74,7 +74,7 @@ def test_a_path_through_a_link_stays_as_it_was_typed(tmp_path: Path) -> None:
     ):
         plan = make_plan(cwd, run={"root": root, "name": "n"})
         assert str(plan.run.path.parent.parent) == folder, root
-        assert plan.directory == str(cwd) and plan.as_json()["path"] == str(plan.run.path)
+        assert plan.directory == str(cwd) and plan.record.path == str(plan.run.path)
 
 
 @pytest.mark.parametrize(("section", "folder"), PLACES)
@@ -198,7 +198,7 @@ def elastic(**sections: Any) -> RunPlan:
 def test_a_range_of_nodes_keeps_one_global_batch_on_any_number_of_nodes() -> None:
     plan = elastic(batch={"default_global_size": 60})
     assert plan.batch == BatchPlan.equal(local_size=8, ranks=8, accumulation=1)
-    assert plan.as_json()["world"] == {"size": 8, "ranks_per_node": [2, 2, 2, 2], "num_nodes": [2, 3, 4]}
+    assert plan.record.as_json()["world"] == {"size": 8, "ranks_per_node": [2, 2, 2, 2], "num_nodes": [2, 3, 4]}
     assert elastic(batch={"local_size": 3, "accumulation": 2}).batch.global_size == 48
     assert elastic(batch={"global_size": 65}).batch.global_size == 65
 

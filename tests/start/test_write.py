@@ -25,7 +25,7 @@ def test_everything_that_a_job_reads_is_written(tmp_path: Path) -> None:
     write_run(plan, source, request=job_request(plan))
     run = plan.run
     assert load_config(run.config) == plan.config
-    assert json.loads(run.plan.read_text()) == plan.as_json()
+    assert json.loads(run.plan.read_text()) == plan.record.as_json()
     assert (run.code / "train.py").read_text() == "print()"
     assert run.submit_script.read_text() == job_request(plan).text() and os.access(run.submit_script, os.X_OK)
     assert run.logs.is_dir() and run.checkpoints.is_dir()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,6 +19,7 @@ from slurm_train.rundir.events import read_marks
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.plan_record import PlannedWorld
 from slurm_train.worker.rank import _leave_restart
 from slurm_train.worker.torchrun import children_of, granted_ranks, leave_mark_for, outcome
 from tests.support.command_line import TINY, Person, new_project
@@ -27,7 +27,7 @@ from tests.support.ledgers import ledger_lines
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 
-PLAN: dict[str, Any] = {"world": {"ranks_per_node": [4, 2]}}
+WORLD = PlannedWorld(size=6, ranks_per_node=(4, 2))
 GRANTED = [
     ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1"}, 0, 8),
     ({"CUDA_VISIBLE_DEVICES": "3,5,7"}, 0, 3),
@@ -37,7 +37,7 @@ GRANTED = [
 
 
 def test_a_node_starts_what_slurm_has_granted_it() -> None:
-    assert [granted_ranks(env, PLAN, node=node) for env, node, _ in GRANTED] == [ranks for _, _, ranks in GRANTED]
+    assert [granted_ranks(env, WORLD, node=node) for env, node, _ in GRANTED] == [ranks for _, _, ranks in GRANTED]
 
 
 def test_a_script_that_the_warning_has_ended_has_not_failed(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from slurm_train.rundir.events import CALM_EVENTS, read_changes, read_events, re
 from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.ledger import Attempt, End, read_ledger
 from slurm_train.rundir.paths import RunDirectory, name_of
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.timing import (
     Histogram,
     PaceWindow,
@@ -143,7 +144,7 @@ def _progress(run: RunDirectory, series: Series) -> Fact:
             evaluations.append((key, values[-1], steps[-1]))
     return {
         "step": max(series.last("step") or 0.0, as_float(result.get("step")) or 0.0),
-        "max_steps": series.last("max_steps") or as_float((read_json(run.plan) or {}).get("max_steps")),
+        "max_steps": series.last("max_steps") or PlanRecord.read(run.plan).max_steps,
         "evaluations": evaluations,
         **{key: series.last(key) for key in ("loss", "tokens_per_s", "samples_per_s", "mfu")},
     }
