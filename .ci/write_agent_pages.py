@@ -47,7 +47,7 @@ def render_llms() -> str:
 
 
 def _navigation(text: str) -> dict[str, list[str]]:
-    """Returns the pages of each door of the navigation, e.g. {"Run": ["sweeps.md"]}; not the one that it begins with."""
+    """Returns the pages of each door of the navigation, e.g. {"Run": ["sweeps.md"]}, without the first one."""
     sections: dict[str, list[str]] = {}
     section = ""
     for line in text.partition("\nnav:\n")[2].splitlines():

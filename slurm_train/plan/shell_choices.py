@@ -17,16 +17,11 @@ from slurm_train.config.words import minutes
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.rundir.node_disk import has_room_for_sockets
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.flags import OPTIONS
 from slurm_train.slurm.limits import Limits, in_words, passed_on, read_limits, tight, way_out
 
 # By the part of the name after SBATCH_ or SALLOC_, as the man pages of Slurm 20.11 to 25.05 list them.
-_KEYS = {
-    "ACCOUNT": "account",
-    "PARTITION": "partition",
-    "QOS": "qos",
-    "CONSTRAINT": "constraint",
-    "TIMELIMIT": "time_limit_min",
-}
+_KEYS = {option.shell: key for key, option in OPTIONS.items() if option.shell}
 _FLAGS = {
     "RESERVATION": "reservation",
     "WCKEY": "wckey",

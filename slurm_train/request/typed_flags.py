@@ -14,7 +14,7 @@ from typing import Any, Literal
 from slurm_train.config.schema import ClusterSection
 from slurm_train.config.synonyms import EXPORT_WORDS
 from slurm_train.errors import ConfigError
-from slurm_train.slurm.flags import Flags, resource_flags
+from slurm_train.slurm.flags import OPTIONS, Flags, resource_flags
 
 Section = Literal["cluster.sbatch", "cluster.srun"]
 
@@ -59,8 +59,6 @@ _PROTECTED: Mapping[Section, Mapping[str, str]] = {
         "multi-prog": "script",
     },
 }
-# Flags that have a key; `cluster.sbatch` may set them if the key is not set.
-_KEYS = ("partition", "account", "qos", "nodelist", "exclude", "constraint")
 # Slurm takes one of them; the key's is the first.
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 # Flags that say how many GPUs a node has; sbatch itself refuses another number in --gpus and --gpus-per-socket.
@@ -130,12 +128,12 @@ def with_typed(flags: Flags, typed: Flags, *, cluster: ClusterSection, per_node:
         ConfigError: both ask for the same, with different values.
     """
     for flag, value in typed.items():
-        for name in _KEYS:
+        for key, (name, _) in OPTIONS.items():
             # Slurm accepts an abbreviated name as well ("part" for "partition").
             if name.startswith(flag) and flags.get(name, value) != value:
                 raise ConfigError(
-                    f"cluster.{name} asks for --{name}={flags[name]}, and cluster.sbatch.{flag} for {value}",
-                    hint=f"set cluster.{name}={value} and leave cluster.sbatch.{flag} out",
+                    f"cluster.{key} asks for --{name}={flags[name]}, and cluster.sbatch.{flag} for {value}",
+                    hint=f"set cluster.{key}={value} and leave cluster.sbatch.{flag} out",
                 )
         if flag in _MEMORY and "mem" in flags and (flag != "mem" or flags["mem"] != value):
             raise _memory_error(flags, flag, str(value), cluster)

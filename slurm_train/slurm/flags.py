@@ -10,12 +10,35 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from slurm_train.config.schema import ClusterSection
 from slurm_train.errors import ConfigError
 from slurm_train.slurm.job_variables import is_job_variable
 
 Flags = dict[str, str | bool]
+
+
+class Option(NamedTuple):
+    """A flag of sbatch that has a key of `cluster`, whose text it takes as it is."""
+
+    flag: str
+    """Its long name, e.g. "time"."""
+    shell: str = ""
+    """Its part of the variable of a shell, e.g. "TIMELIMIT" of SBATCH_TIMELIMIT; "" where there is none."""
+
+
+OPTIONS: Mapping[str, Option] = {
+    "partition": Option("partition", "PARTITION"),
+    "account": Option("account", "ACCOUNT"),
+    "qos": Option("qos", "QOS"),
+    "time_limit_min": Option("time", "TIMELIMIT"),
+    "nodelist": Option("nodelist"),
+    "exclude": Option("exclude"),
+    "constraint": Option("constraint", "CONSTRAINT"),
+}
+"""By their keys, in the order of the script. A row and a field of `ClusterSection` are all that a new one needs."""
 
 # slurmctld answers "Pathname of a file, directory or other parameter too long" for more of each of these (tried on
 # 22.05: 1,100 bytes are refused). It takes 60,000 bytes of --nodelist and --exclude.
@@ -57,13 +80,7 @@ def resource_flags(cluster: ClusterSection, *, per_node: int, cpus_per_task: int
         "cpus-per-task": cpus_per_task,
         # --mem=0 means all memory of the node; a unit would be wrong there.
         "mem": None if memory_gb is None else f"{memory_gb}G" if memory_gb else "0",
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "time": cluster.time_limit_min,
-        "nodelist": cluster.nodelist,
-        "exclude": cluster.exclude,
-        "constraint": cluster.constraint,
+        **{option.flag: getattr(cluster, key) for key, option in OPTIONS.items()},
     }
     return {name: str(value) for name, value in values.items() if value is not None}
 

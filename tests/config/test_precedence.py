@@ -16,21 +16,21 @@ from slurm_train.config.compose import Composer
 from slurm_train.config.schema import ClusterSection, flat, to_mapping
 from slurm_train.config.site_schema import SIZE
 from slurm_train.config.words import Words, read_words
+from slurm_train.slurm.flags import OPTIONS
 from tests.support.command_line import write
 
 DEFAULTS = to_mapping(ClusterSection())
 # Values of every key: two that differ from each other, and the default, which must win as well where it is written.
 VALUES: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(OPTIONS, ("a", "b")),
     "spare_nodes": (1, 2),
     "launcher": ("torchrun", "torchrun"),
     "max_restarts": (1, 2),
     "cpus_per_gpu": (4, 8),
     "memory_gb_per_node": (10, 20),
     "memory_gb_per_gpu": (1, 2),
-    **dict.fromkeys(("partition", "account", "qos", "constraint", "gpu_type", "network_interface"), ("a", "b")),
+    **dict.fromkeys(("gpu_type", "network_interface"), ("a", "b")),
     "time_limit_min": (10, 20),
-    "nodelist": ("n1", "n2"),
-    "exclude": ("n3", "n4"),
     "gpu_flag": ("gres", "none"),
     "export": (["A"], ["B"]),
     "rendezvous_address": ("ib0", "%Ni"),

@@ -14,15 +14,15 @@ from slurm_train.config.schema import ClusterSection, RunConfig, build_config, t
 from slurm_train.errors import ConfigError
 from slurm_train.plan.plan import plan_run
 from slurm_train.plan.shell_choices import take_shell_choices
+from slurm_train.slurm.flags import OPTIONS
 from tests.support.plans import composed, render_script
 from tests.support.refusals import refusal
 
 OPEN = tuple(to_mapping(ClusterSection()))
+TEXTS = {key: option for key, option in OPTIONS.items() if key != "time_limit_min"}
 # Each variable, its value, and the word of the batch script.
 TAKEN = [
-    ("ACCOUNT", "grant2", "--account=grant2"),
-    ("PARTITION", "gpu,long", "--partition=gpu,long"),
-    ("QOS", "high", "--qos=high"),
+    *((option.shell, "a,b", f"--{option.flag}=a,b") for option in TEXTS.values() if option.shell),
     ("CONSTRAINT", "a100|h100", "--constraint='a100|h100'"),
     ("TIMELIMIT", "1-12:00", "--time=2160"),
     ("RESERVATION", "course", "--reservation=course"),
@@ -65,10 +65,9 @@ def test_a_choice_is_taken_where_nothing_else_decides(name: str, value: str, wor
 
 @pytest.mark.parametrize(("name", "value", "word"), TAKEN)
 def test_a_choice_that_words_files_or_site_decide_otherwise_is_named(name: str, value: str, word: str) -> None:
-    key = word.removeprefix("--").partition("=")[0]
-    set_otherwise: dict[str, Any] = {"time_limit_min": 5} if key == "time" else {key: "other"}
-    if key in ("reservation", "wckey", "exclusive", "core-spec", "switches", "gres-flags"):
-        set_otherwise = {"sbatch": set_otherwise}
+    flag = word.removeprefix("--").partition("=")[0]
+    key = next((key for key, option in OPTIONS.items() if option.flag == flag), None)
+    set_otherwise: dict[str, Any] = {key: 5 if flag == "time" else "other"} if key else {"sbatch": {flag: "other"}}
     text, remarks = script({f"SBATCH_{name}": value}, **set_otherwise)
     assert text == script({}, **set_otherwise)[0]
     (remark,) = remarks
@@ -155,12 +154,9 @@ def test_a_limit_that_travels_into_the_job_is_named(
 
 # Every key with the word of the script that it stands for.
 FLAGS = {
-    "partition": ("a,b", "--partition=a,b"),
-    "account": ("0123", "--account=0123"),
-    "qos": ("q", "--qos=q"),
+    **{key: ("0123", f"--{option.flag}=0123") for key, option in TEXTS.items()},
     "time_limit_min": (90, "--time=90"),
     "nodelist": ("node[1-2]", "--nodelist='node[1-2]'"),
-    "exclude": ("node3", "--exclude=node3"),
     "constraint": ("x&y", "--constraint='x&y'"),
     "cpus_per_gpu": (4, "--cpus-per-task=4"),
     "memory_gb_per_node": (10, "--mem=10G"),
@@ -181,7 +177,7 @@ def test_every_key_reaches_the_script(key: str) -> None:
     assert re.search(rf"(^|\s){re.escape(word)}(\s|$)", text)
 
 
-@pytest.mark.parametrize("flag", ["partition", "part", "account", "qos", "nodelist", "exclude", "constraint", "mem"])
+@pytest.mark.parametrize("flag", [*TEXTS, "part", "mem"])
 def test_a_flag_does_not_replace_another_value_of_a_key(flag: str) -> None:
     key = {"part": "partition", "mem": "memory_gb_per_node"}.get(flag, flag)
     value: Any = 10 if flag == "mem" else "a"
