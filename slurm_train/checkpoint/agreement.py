@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
 class Peers:
@@ -104,6 +105,37 @@ def on_every_rank(group: Group | None, work: Callable[[], Result]) -> list[Resul
         dist.all_gather_object(outcomes, outcome, group=group)
     _raise_failures(outcomes, cause)
     return outcomes
+
+
+def shared_out(group: ProcessGroup | None, value: Value, share_out: Callable[[list[Value]], list[Result]]) -> Result:
+    """Gathers a value of every rank on rank 0, which makes each rank's share of them; gives this rank's. Collective.
+
+    What all shares together need is only ever on rank 0.
+
+    Raises:
+        SlurmTrainError: rank 0 could not share it out.
+    """
+    if group is None:
+        (share,), cause = _shares_of([value], share_out)
+    else:
+        import torch.distributed as dist
+
+        first = dist.get_global_rank(group, 0)
+        values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+        dist.gather_object(value, values, dst=first, group=group)
+        shares, cause = (None, None) if values is None else _shares_of(values, share_out)
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, shares, src=first, group=group)
+        (share,) = box
+    _raise_failures([share], cause)
+    return share  # type: ignore[no-any-return]
+
+
+def _shares_of(
+    values: list[Value], share_out: Callable[[list[Value]], list[Any]]
+) -> tuple[list[Any], BaseException | None]:
+    shares, cause = _attempt(0, lambda: share_out(values))
+    return [shares] * len(values) if isinstance(shares, Failure) else shares, cause
 
 
 def as_agreed(err: BaseException) -> SlurmTrainError:

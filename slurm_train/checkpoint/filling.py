@@ -1,7 +1,7 @@
 """From a fresh directory to a checkpoint, whatever fills it: the trainer's tensors, or files of a program's own.
 
-Three exchanges, beside those of the writing itself: the directory's name, the records of the files, the outcome. If any
-rank fails, all ranks raise the same error, the directory is removed and the previous checkpoint is untouched. No torch.
+Two exchanges, beside those of the writing itself: the directory's name, and the outcome. If any rank fails, all ranks
+raise the same error, the directory is removed and the previous checkpoint is untouched. No torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from slurm_train.checkpoint.agreement import Group, Peers, on_every_rank, rank_in
+from slurm_train.checkpoint.agreement import Group, Peers, on_every_rank, on_rank_zero, rank_in
 from slurm_train.checkpoint.commit import Place, committed_path, discard
 from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, Manifest
 from slurm_train.errors import CheckpointError, SlurmTrainError
@@ -52,6 +52,8 @@ class Filling:
     """Where to write; the checkpoint itself where the step was saved already."""
     nodes: Sequence[int | None]
     """Position of each rank's node, for a place that nodes have of their own."""
+    answers: Sequence[str] = ()
+    """What each rank has said at the beginning."""
     protect: Collection[str] = ()
 
     @property
@@ -59,11 +61,31 @@ class Filling:
         """Whether this attempt has saved the step already, so that nothing is to be written."""
         return parse_name(self.staging.name) is not None
 
-    def commit(self, records: Sequence[Mapping[str, FileRecord]]) -> Saved:
+    def end(self, write: Callable[[], list[Records]], *, last: Callable[[], Records] | None = None) -> Saved:
+        """Has the directory written, gives it its name, and removes older checkpoints. Collective.
+
+        Args:
+            write: collective; writes this rank's files, durable, and returns all ranks' records, in rank order.
+            last: writes on rank 0 what describes the others' files.
+
+        Raises:
+            SlurmTrainError: on every rank; what was written is removed.
+        """
+        if self.is_saved:
+            return Saved(self.staging, manifest=None)
+        try:
+            return self.commit(write(), last=last)
+        except SlurmTrainError:
+            # All ranks have stopped writing when they raise.
+            self.discard()
+            raise
+
+    def commit(self, records: Sequence[Records], *, last: Callable[[], Records] | None = None) -> Saved:
         """Gives the directory its name and removes older checkpoints. Collective.
 
         Args:
             records: what each rank has written, durable, in rank order.
+            last: see `end`.
 
         Raises:
             SlurmTrainError: on every rank.
@@ -71,16 +93,28 @@ class Filling:
         place = self.place
         group = self.group
         staging = self.staging
-        manifest = Manifest.of(self.header, {name: record for of_rank in records for name, record in of_rank.items()})
+        if place.node is not None and last is not None:
+            # The leaders of all nodes list it.
+            return self.commit([records[0] | on_rank_zero(group, last), *records[1:]])
         here = {
             name for node, of_rank in zip(self.nodes, records, strict=True) if node == place.node for name in of_rank
         }
         if place.keeps_copies and group is not None:
             here |= self._copy_to_keepers(records)
-        problems = on_every_rank(
-            group, lambda: _commit_and_prune(place, staging, manifest, here, self.protect) if place.is_leader else []
-        )
-        return Saved(committed_path(staging), manifest, tuple(line for of_rank in problems for line in of_rank))
+        files = {name: record for of_rank in records for name, record in of_rank.items()}
+
+        def end() -> tuple[Records, list[str]]:
+            described = last() if last is not None and rank_in(group) == 0 else {}
+            if not place.is_leader:
+                return described, []
+            manifest = Manifest.of(self.header, files | described)
+            return described, _commit_and_prune(place, staging, manifest, here | described.keys(), self.protect)
+
+        outcomes = on_every_rank(group, end)
+        for described, _ in outcomes:
+            files |= described
+        problems = tuple(line for _, of_rank in outcomes for line in of_rank)
+        return Saved(committed_path(staging), Manifest.of(self.header, files), problems)
 
     def discard(self) -> None:
         """Removes what was written; all ranks have stopped writing."""
@@ -106,7 +140,12 @@ class Filling:
 
 
 def begin_filling(
-    place: Place, header: CheckpointHeader, *, group: Group | None, protect: Collection[str] = ()
+    place: Place,
+    header: CheckpointHeader,
+    *,
+    group: Group | None,
+    protect: Collection[str] = (),
+    answer: Callable[[], str] = str,
 ) -> Filling:
     """Returns a fresh directory of a place for all ranks. Collective.
 
@@ -116,23 +155,26 @@ def begin_filling(
             weights.
         group: a group of all ranks that exchanges objects on the host; None for one process.
         protect: names of checkpoints that stay, whatever their age: they are being copied.
+        answer: gives what this rank says to all others with this exchange.
 
     Raises:
         SlurmTrainError: on every rank.
     """
 
-    def begin() -> tuple[int | None, str, CheckpointHeader | None]:
+    def begin() -> tuple[int | None, str, CheckpointHeader | None, str]:
+        said = answer()
         name = place.begin(header.step).name if place.is_leader else ""
         # What is gathered takes the room of the longest on each rank, times ranks; the weights are known everywhere.
-        return place.node, name, replace(header, weights={}) if rank_in(group) == 0 else None
+        return place.node, name, replace(header, weights={}) if rank_in(group) == 0 else None, said
 
     openings = on_every_rank(group, begin)
     return Filling(
         place=place,
         header=replace(openings[0][2] or header, weights=header.weights),
         group=group,
-        staging=place.root / next(name for node, name, _ in openings if name and node == place.node),
+        staging=place.root / next(name for node, name, *_ in openings if name and node == place.node),
         nodes=[node for node, *_ in openings],
+        answers=[said for *_, said in openings],
         protect=protect,
     )
 
@@ -158,14 +200,7 @@ def fill(
         SlurmTrainError: on every rank; what was written is removed.
     """
     filling = begin_filling(place, header, group=group, protect=protect)
-    if filling.is_saved:
-        return Saved(filling.staging, manifest=None)
-    try:
-        return filling.commit(write(filling.staging))
-    except SlurmTrainError:
-        # All ranks have stopped writing when they raise.
-        filling.discard()
-        raise
+    return filling.end(lambda: write(filling.staging))
 
 
 def _commit_and_prune(

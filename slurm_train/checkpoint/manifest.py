@@ -48,6 +48,8 @@ _LATER_KEYS: dict[str, Any] = {"parent": "", "weights": {}, "written_by_version"
 _DAMAGED_ERRNOS = {errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR}
 # Plain reads, not mmap: a page that cannot be read would end the process with SIGBUS instead of an error.
 _CHUNK_BYTES = 8 << 20
+# Of a file that is written, and what is hashed before it is written.
+_SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,26 +288,72 @@ def open_plain(path: Path) -> FileIO:
     return os.fdopen(trust.open_plain(path), "rb", buffering=0)
 
 
-def write_file(path: Path, data: bytes) -> FileRecord:
-    """Writes a new private file, makes its content durable, and gives its record.
+class NewFile:
+    """A new private file that is measured while it is written, so that nobody reads it again to hash it.
+
+    Args:
+        path: where to; nothing may be there.
 
     Raises:
         OSError: the file exists, or the file system refuses.
     """
-    descriptor = _create(path)
-    try:
-        write_all(descriptor, data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._hasher = xxhash.xxh3_128()
+        self._waiting = bytearray()
+        self.num_bytes = 0
+        """Written so far."""
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Appends bytes; small ones wait for each other."""
+        size = len(data)
+        self.num_bytes += size
+        if size <= _SMALL_BYTES:
+            self._hasher.update(data)
+            self._waiting += data
+            if len(self._waiting) > _SMALL_BYTES:
+                self._write_waiting()
+            return size
+        self._write_waiting()
+        # What was just hashed is still in the processor's cache when it is written.
+        for at in range(0, size, _SMALL_BYTES):
+            part = data[at : at + _SMALL_BYTES]
+            self._hasher.update(part)
+            write_all(self._descriptor, part)
+        return size
+
+    def flush(self) -> None:
+        """Does nothing: what is written is there once `seal` has returned."""
+
+    def seal(self) -> FileRecord:
+        """Makes all that was written durable, and gives the file's record."""
+        self._write_waiting()
+        os.fsync(self._descriptor)
+        return FileRecord(self.num_bytes, self._hasher.hexdigest())
+
+    def _write_waiting(self) -> None:
+        write_all(self._descriptor, bytes(self._waiting))
+        self._waiting.clear()
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file; what came after `seal` may be lost."""
+        os.close(self._descriptor)
+
+
+def write_file(path: Path, data: bytes) -> FileRecord:
+    """Does what `receive_file` does, with the whole content."""
+    return receive_file(path, [data])
 
 
 def seal_file(path: Path) -> FileRecord:
-    """Makes a file that another library wrote as private as its folder, and durable, and gives its record.
-
-    torch 2.13's FileSystemWriter calls fsync before Python's buffer is flushed: .metadata has 0 bytes at that moment.
-    """
+    """Makes a file that a program wrote as private as its folder, and durable, and gives its record."""
     with open_plain(path) as file:
         os.fchmod(file.fileno(), 0o640 if is_shared(path.parent) else 0o600)
         os.fsync(file.fileno())
@@ -331,18 +379,10 @@ def receive_file(target: Path, parts: Iterable[bytes | memoryview]) -> FileRecor
     Raises:
         OSError: the file exists, or the file system refuses; the parts that are left are not taken.
     """
-    hasher = xxhash.xxh3_128()
-    num_bytes = 0
-    descriptor = _create(target)
-    try:
+    with NewFile(target) as file:
         for data in parts:
-            hasher.update(data)
-            num_bytes += len(data)
-            write_all(descriptor, data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return FileRecord(num_bytes, hasher.hexdigest())
+            file.write(data)
+        return file.seal()
 
 
 def read_record(path: Path) -> FileRecord:
@@ -390,10 +430,6 @@ def check_hash(path: Path, expected: FileRecord) -> None:
             f"the manifest says {expected.bytes} and {expected.xxh3_128}",
             hint=DAMAGED_HINT,
         )
-
-
-def _create(path: Path) -> int:
-    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
 
 def _measure(file: FileIO) -> FileRecord:

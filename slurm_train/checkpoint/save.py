@@ -1,10 +1,11 @@
 """Saves a checkpoint: all ranks write into a fresh directory, and a leader publishes it when every byte is durable.
 
 A checkpoint is saved at a place: the run directory, whose leader is rank 0 of the job, or the nodes' own disks, with
-one leader for each node. There are four exchanges: the directory's name, torch's own plan, the records of the files,
-and the outcome. If any rank fails, all ranks raise the same error, the directory is removed and the previous checkpoint
-is untouched. Nothing here depends on the calling thread, so a save in the background uses the same function with
-tensors and a group of its own.
+one leader for each node. There are three exchanges: the directory's name, with the number of each rank's plan; the
+records of the files; and the outcome. Where a rank holds something else than at the save before, the plan is made in
+two more; where nodes have a place of their own, all hear of the description in another one. If any rank fails, all
+ranks raise the same error, the directory is removed and the previous checkpoint is untouched. Nothing here depends on
+the calling thread, so a save in the background uses the same function with tensors and a group of its own.
 """
 
 from __future__ import annotations
@@ -24,15 +25,10 @@ from torch.distributed import ProcessGroup
 from slurm_train.checkpoint.agreement import on_every_rank, rank_in
 from slurm_train.checkpoint.commit import Fence, Place, no_fence
 from slurm_train.checkpoint.division import weights_in
-from slurm_train.checkpoint.filling import Records, Saved, fill
-from slurm_train.checkpoint.manifest import (
-    CheckpointHeader,
-    require_tensors,
-    seal_file,
-    write_file,
-)
-from slurm_train.checkpoint.metadata import METADATA_FILE
+from slurm_train.checkpoint.filling import Records, Saved, begin_filling
+from slurm_train.checkpoint.manifest import CheckpointHeader, require_tensors, write_file
 from slurm_train.checkpoint.state import require_loadable
+from slurm_train.checkpoint.verify import wait_until_visible
 from slurm_train.errors import CheckpointError
 
 
@@ -81,30 +77,43 @@ def save_to(
     protect: Collection[str] = (),
     expected: Mapping[str, str] | None = None,
 ) -> Saved:
-    """Saves one checkpoint at a place. Collective; arguments and errors as for `save_checkpoint` and `fill`.
+    """Saves one checkpoint at a place. Collective; arguments and errors as for `save_checkpoint` and `begin_filling`.
 
     Args:
         expected: number type and shape of each tensor that some rank holds, by full name; rank 0's counts. What was
             planned and written must be the same. None: the `weights` of the header.
     """
 
-    def write(staging: Path) -> list[Records]:
-        from slurm_train.checkpoint.tensors import write_tensors
+    # Imported late, since it takes long.
+    from slurm_train.checkpoint.tensors import TensorPlan, describe_tensors, write_tensors
 
-        def write_own() -> Records:
-            rank = rank_in(group)
-            if rank == 0:
-                require_tensors(header.tensors if expected is None else expected, described)
-            name = rank_file(rank)
-            of_tensors = sorted(staging.glob(f"__{rank}_*.distcp"))
-            records = {name: write_file(staging / name, _to_bytes(rank_state))}
-            of_tensors += [staging / METADATA_FILE] if rank == 0 else []
-            return records | {path.name: seal_file(path) for path in of_tensors}
+    plans: list[TensorPlan] = []
+    lengths: list[list[int]] = []
 
-        described = write_tensors(staging, tensors, group=group)
-        return on_every_rank(group, write_own)
+    def number_of_plan() -> str:
+        plans.append(TensorPlan(tensors, group=group))
+        return plans[0].number
 
-    return fill(place, header, write, group=group, protect=protect)
+    filling = begin_filling(place, header, group=group, protect=protect, answer=number_of_plan)
+    (plan,) = plans
+    rank = rank_in(group)
+
+    def write_own() -> tuple[Records, list[int]]:
+        if rank == 0:
+            require_tensors(header.tensors if expected is None else expected, plan.described)
+        wait_until_visible(filling.staging)
+        name = rank_file(rank)
+        records = {name: write_file(filling.staging / name, _to_bytes(rank_state))}
+        of_tensors, own_lengths = write_tensors(filling.staging, plan)
+        return records | of_tensors, own_lengths
+
+    def write() -> list[Records]:
+        plan.settle(filling.answers)
+        written = on_every_rank(group, write_own)
+        lengths.extend(of_rank for _, of_rank in written)
+        return [records for records, _ in written]
+
+    return filling.end(write, last=lambda: describe_tensors(filling.staging, plan, lengths))
 
 
 def rank_file(rank: int) -> str:

@@ -17,9 +17,9 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,59 +32,170 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    FileSystemReader,
-    FileSystemWriter,
-    _StorageInfo,
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from slurm_train.checkpoint.agreement import as_agreed, on_every_rank, rank_in, size_of
-from slurm_train.checkpoint.manifest import check_hash, text_of_tensor
-from slurm_train.checkpoint.metadata import read_metadata
+from slurm_train.checkpoint.agreement import as_agreed, rank_in, shared_out, size_of
+from slurm_train.checkpoint.manifest import FileRecord, NewFile, check_hash, text_of_tensor, write_file
+from slurm_train.checkpoint.metadata import METADATA_FILE, read_metadata
 from slurm_train.checkpoint.state import require_loadable
-from slurm_train.checkpoint.verify import read_manifest, wait_until_visible
+from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.files import rename
 
 
-def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None) -> Mapping[str, str]:
-    """Writes a nested dictionary into a fresh directory; what is replicated is written once, shared out. Collective.
+class TensorPlan:
+    """What this rank writes of the tensors of one save, as the ranks have planned it together.
 
     Rank 0 plans in a time by the number of tensors times ranks, so a plan serves until a rank holds something else than
-    at the save before: other names, shapes, number types or shards.
+    at the save before: other names, shapes, number types or shards. (torch's own `enable_plan_caching` takes a tensor
+    of another number type for the same, mixes up the plans of several groups, and in older versions writes an empty
+    checkpoint after a save that failed while it was planned.)
 
-    Returns:
-        On rank 0 number type and shape of each tensor that the ranks have written together, by full name.
+    Args:
+        tensors: nested dictionary of tensors and plain values.
+        group: a gloo group of all ranks; None for one process.
+    """
+
+    def __init__(self, tensors: dict[str, Any], *, group: ProcessGroup | None) -> None:
+        self._group = group
+        self._place = (rank_in(group), size_of(group))
+        self._planner = DefaultSavePlanner()
+        self._planner.set_up_planner(tensors, is_coordinator=self.rank == 0)
+        self._local = self._planner.create_local_plan()
+        is_same = _kept is not None and (_kept.place, _kept.local) == (self._place, self._local)
+        self._share = _kept.share if is_same and _kept is not None else _Share()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self._place[0]
+
+    @property
+    def number(self) -> str:
+        """Drawn at random for each plan, "" before there is one: ranks with the same one have shares of the same."""
+        return self._share.number
+
+    @property
+    def items(self) -> Sequence[WriteItem]:
+        """What this rank writes, in the order of its file."""
+        return self._share.items
+
+    @property
+    def described(self) -> Mapping[str, str]:
+        """On rank 0 number type and shape of each tensor that the ranks write together, by full name."""
+        return self._share.described
+
+    def settle(self, numbers: Sequence[str]) -> None:
+        """Plans anew unless all ranks have a share of the same plan; collective then, in two exchanges.
+
+        Args:
+            numbers: of each rank.
+
+        Raises:
+            CheckpointError: on every rank: what the ranks hold does not fit together.
+        """
+        global _kept  # saves of a process come one after the other
+        _kept = None
+        if set(numbers) != {self.number} or not self.number:
+            self._share = shared_out(self._group, self._local, share_out)
+        _kept = _Kept(self._place, self._local, self._share)
+
+    def data_of(self, item: WriteItem) -> Tensor | io.BytesIO:
+        """Returns what is written for an item.
+
+        Raises:
+            CheckpointError: no load could read it, which would be found when it is too late.
+        """
+        data = self._planner.resolve_data(item)
+        if isinstance(data, io.BytesIO):
+            require_loadable(data, item.index.fqn)
+        return data
+
+    def metadata(self, folder: Path, lengths: Sequence[Sequence[int]]) -> Metadata:
+        """Returns torch's description of what the ranks have written; on rank 0."""
+        metadata, parts_of_ranks = pickle.loads(self._share.packed)  # this process has made it
+        places = {}
+        for rank, (parts, of_rank) in enumerate(zip(parts_of_ranks, lengths, strict=True)):
+            begin = 0
+            for (name, number), length in zip(parts, of_rank, strict=True):
+                entry = metadata.state_dict_metadata[name]
+                offsets = None if number is None else entry.chunks[number].offsets
+                places[MetadataIndex(name, offsets, number)] = _StorageInfo(_file_of(rank), begin, length)
+                begin += length
+        metadata.storage_data = places
+        metadata.storage_meta = StorageMeta(checkpoint_id=folder, save_id=uuid.uuid4().hex)
+        return metadata  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One rank's share of a plan."""
+
+    number: str = ""
+    items: Sequence[WriteItem] = ()
+    packed: bytes = b""
+    """On rank 0: the description without the places in files, and name and part's number of what each rank writes.
+    Pickled: a fraction of the memory, nothing for the collector of garbage."""
+    described: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Kept(NamedTuple):
+    """A rank's share of the plan of its last save, and what it is a plan of."""
+
+    place: tuple[int, int]
+    """Rank, and number of ranks."""
+    local: SavePlan
+    share: _Share
+
+
+_kept: _Kept | None = None
+
+
+def write_tensors(folder: Path, plan: TensorPlan) -> tuple[dict[str, FileRecord], list[int]]:
+    """Writes this rank's tensors into a fresh directory, durable; returns their file's record, and each one's length.
 
     Raises:
-        CheckpointError: on every rank, naming the ranks that failed and why.
+        OSError: the file system refuses.
+        CheckpointError: see `TensorPlan.data_of`.
     """
-    global _kept  # saves of a process come one after the other
-    place = (rank_in(group), size_of(group))
-    before = _kept
-    _kept = None
-    planners: list[_SavePlanner] = []
+    name = _file_of(plan.rank)
+    lengths = []
+    try:
+        with NewFile(folder / name) as file:
+            for item in plan.items:
+                begin = file.num_bytes
+                _write_one(file, plan.data_of(item))
+                lengths.append(file.num_bytes - begin)
+            return {name: file.seal()}, lengths
+    except Exception as err:
+        # The archive in the file answers a full disk with an error of its own.
+        link: BaseException | None = err
+        while link is not None and not isinstance(link, OSError):
+            link = link.__cause__ or link.__context__
+        raise (link or err) from err
 
-    def number_if_same() -> str:
-        planners.append(_SavePlanner(tensors, is_coordinator=place[0] == 0))
-        is_same = before is not None and before.place == place and before.local == planners[0].local
-        return before.number if is_same and before is not None else ""
 
-    numbers = set(on_every_rank(group, number_if_same))
-    planner = planners[0]
-    planner.before = before if len(numbers) == 1 and "" not in numbers else None
-    with _agreed_errors(f"cannot write {path}", is_alone=group is None):
-        writer = _Writer(path, planner)
-        save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    _kept = _Plan(planner.plan.planner_data, place, planner.local, planner.plan, planner.packed, planner.described)
-    return planner.described
+def describe_tensors(folder: Path, plan: TensorPlan, lengths: Sequence[Sequence[int]]) -> dict[str, FileRecord]:
+    """Writes torch's description of what all ranks have written, on rank 0; returns its record.
+
+    Args:
+        folder: where.
+        plan: of this save.
+        lengths: of each rank, see `write_tensors`.
+    """
+    return {METADATA_FILE: write_file(folder / METADATA_FILE, pickle.dumps(plan.metadata(folder, lengths)))}
+
+
+def _file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"
 
 
 def read_tensors(
@@ -134,13 +245,6 @@ def cuts_of(described: Metadata) -> dict[str, int]:
     return cuts
 
 
-class _Files(FileSystem):
-    """Renames as the rest does; torch's own fails where NFS repeats a request."""
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        rename(Path(path), Path(new_path))
-
-
 class _NearFiles(FileSystem):
     """Takes a file from this node's own disk if it is there as the manifest says, else from the checkpoint itself."""
 
@@ -156,72 +260,6 @@ class _NearFiles(FileSystem):
         except (KeyError, CheckpointError):
             return Path(path) / suffix
         return self._near / suffix
-
-
-class _Plan(NamedTuple):
-    """A rank's part of the plan of its last save, for later saves of the same tensors."""
-
-    number: str
-    """Drawn at random for each plan: ranks with the same number hold parts of the same plan."""
-    place: tuple[int, int]
-    """Rank, and number of ranks."""
-    local: SavePlan
-    """What the rank holds."""
-    final: SavePlan
-    """What it writes of that."""
-    packed: bytes
-    """On rank 0: `.metadata` without the places in files. Pickled: a fraction of the memory, nothing for the collector
-    of garbage."""
-    described: Mapping[str, str]
-    """On rank 0: number type and shape of each tensor in it, by full name."""
-
-
-_kept: _Plan | None = None
-
-
-class _Writer(FileSystemWriter):
-    """Waits for the directory, writes without holding up the training, and reports the system's own error.
-
-    torch's zip writer answers a full disk with "unexpected pos 704 vs 598"; its cause does not travel to other ranks.
-    """
-
-    def __init__(self, path: Path, planner: _SavePlanner) -> None:
-        super().__init__(path, overwrite=False)
-        self.fs = _Files()
-        self._planner = planner
-
-    def prepare_local_plan(self, plan: Any, *args: Any, **kwargs: Any) -> Any:
-        # Raised here, a node that does not see the directory stops all ranks; torch would make it locally.
-        wait_until_visible(Path(self.path))
-        return super().prepare_local_plan(plan, *args, **kwargs)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = f"{plan.storage_data.prefix}0.distcp"
-        values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        results = []
-        try:
-            with (Path(self.path) / name).open("wb") as file:
-                for item in (*values, *tensors):
-                    begin = file.tell()
-                    _write_one(file, planner.resolve_data(item))
-                    place = _StorageInfo(name, begin, file.tell() - begin)
-                    results.append(WriteResult(item.index, place.length, place))
-                file.flush()
-                os.fsync(file.fileno())
-        except Exception as err:
-            link: BaseException | None = err
-            while link is not None and not isinstance(link, OSError):
-                link = link.__cause__ or link.__context__
-            raise (link or err) from err
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: Any, results: Any) -> None:
-        # torch sends `metadata` to all ranks afterwards, so it is an empty one until here, and stays so.
-        del metadata
-        super().finish(pickle.loads(self._planner.packed), results)  # this process has made it
 
 
 # From so many bytes on. torch.save keeps the interpreter from all other threads while it sums up and copies a tensor:
@@ -240,7 +278,7 @@ _NAMED_STORAGES = {
 }
 
 
-def _write_one(file: BinaryIO, data: Tensor | io.BytesIO) -> None:
+def _write_one(file: NewFile, data: Tensor | io.BytesIO) -> None:
     """Writes a value, or a tensor as `torch.load` reads it."""
     if isinstance(data, io.BytesIO):
         file.write(data.getbuffer())
@@ -251,10 +289,10 @@ def _write_one(file: BinaryIO, data: Tensor | io.BytesIO) -> None:
         return
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()  # else torch.save writes all that the memory holds
-    torch.save(tensor, file)
+    torch.save(tensor, file)  # type: ignore[arg-type]  # it writes and flushes
 
 
-def _write_large(file: BinaryIO, tensor: Tensor) -> None:
+def _write_large(file: NewFile, tensor: Tensor) -> None:
     """Writes what torch.save does, a zip archive of pickle and bytes; other threads run while bytes are summed up."""
     records: dict[str, Any] = {
         "data.pkl": _pickled(tensor.dtype, tuple(tensor.shape)),
@@ -262,27 +300,10 @@ def _write_large(file: BinaryIO, tensor: Tensor) -> None:
         "data/0": tensor.reshape(-1).view(torch.uint8).numpy().data,
         "version": b"3\n",
     }
-    with zipfile.ZipFile(_FromHere(file), "w") as archive:
+    # Of a file without a position an archive begins where it is.
+    with zipfile.ZipFile(file, "w") as archive:
         for name, content in records.items():
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
-
-
-class _FromHere:
-    """A file from its present position on, for an archive in the middle of it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def write(self, content: bytes) -> int:
-        """Writes bytes; an archive asks for no position then."""
-        return self._file.write(content)
-
-    def flush(self) -> None:
-        """Hands what is written to the system."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Does nothing: an archive closes only what it has opened."""
 
 
 @dataclass(frozen=True)
@@ -345,54 +366,29 @@ class _LoadPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True))
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """Plans as `before` where that is set. Refuses at the save what the load would refuse, when it would be too late.
+def share_out(all_plans: list[SavePlan]) -> list[_Share]:
+    """Returns each rank's share of what all ranks hold.
 
-    torch's own `enable_plan_caching` takes a tensor of another number type for the same, mixes up the plans of several
-    groups, and in older versions writes an empty checkpoint after a save that failed while it was planned.
+    Raises:
+        CheckpointError: what they hold under one name differs.
+        ValueError: parts of a tensor overlap, or are missing.
     """
-
-    def __init__(self, tensors: dict[str, Any], *, is_coordinator: bool) -> None:
-        super().__init__()
-        super().set_up_planner(tensors, is_coordinator=is_coordinator)
-        self.local = super().create_local_plan()
-        self.before: _Plan | None = None
-        """The plan to use again: no rank holds anything else than then."""
-        self.packed = b""
-        self.described: Mapping[str, str] = {}
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Does nothing: it has been done."""
-
-    def create_local_plan(self) -> SavePlan:
-        return self.local if self.before is None else SavePlan([])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        if self.before is not None:
-            self.packed = self.before.packed
-            self.described = self.before.described
-            return all_plans, Metadata({})
-        _require_one_kind(all_plans)
-        plans, metadata = _plan_grids(all_plans) or super().create_global_plan(all_plans)
-        self.packed = pickle.dumps(metadata)
-        number = uuid.uuid4().hex
-        self.described = {
-            name: text_of_tensor(str(entry.properties.dtype), entry.size)
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        # Instead of names that are in the metadata.
-        return [replace(plan, planner_data=number) for plan in plans], Metadata({})
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self.plan = new_plan if self.before is None else self.before.final
-        return self.plan
-
-    def resolve_data(self, write_item: Any) -> Any:
-        data = super().resolve_data(write_item)
-        if isinstance(data, io.BytesIO):
-            require_loadable(data, write_item.index.fqn)
-        return data
+    _require_one_kind(all_plans)
+    plans, metadata = _plan_grids(all_plans) or DefaultSavePlanner().create_global_plan(all_plans)
+    # Values first: who loads needs all of them.
+    items = [sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO) for plan in plans]
+    names = {name: name for name in metadata.state_dict_metadata}  # a text that is one object is pickled once
+    parts = [[(names[item.index.fqn], item.index.index) for item in of_rank] for of_rank in items]
+    packed = pickle.dumps((metadata, parts))
+    number = uuid.uuid4().hex
+    described = {
+        name: text_of_tensor(str(entry.properties.dtype), entry.size)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    shares = [_Share(number, of_rank) for of_rank in items]
+    shares[0] = replace(shares[0], packed=packed, described=described)
+    return shares
 
 
 def _require_one_kind(all_plans: list[SavePlan]) -> None:

@@ -757,36 +757,26 @@ def _plans(size: int) -> list[Any]:
 
 def planning(size: int, folder: Path) -> Cost:
     """Rank 0 plans the first save of 20 matrices."""
-    from slurm_train.checkpoint.tensors import _SavePlanner
+    from slurm_train.checkpoint.tensors import share_out
 
-    plans, planner = _plans(size), _SavePlanner({}, is_coordinator=True)
+    plans = _plans(size)
     with counted() as counts:
-        planner.create_global_plan(plans)
+        share_out(plans)
     return cost_of(counts)
 
 
 def _written_again(size: int, folder: Path) -> tuple[dict[str, int], int]:
     """Writes the `.metadata` of a save of 20 matrices that rank 0 has planned before; returns the cost, bytes kept."""
-    import pickle
+    from slurm_train.checkpoint.tensors import TensorPlan, describe_tensors, share_out
 
-    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-    from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
-    from torch.distributed.checkpoint.planner import SavePlan
-
-    from slurm_train.checkpoint.tensors import _Plan, _SavePlanner, _Writer
-
-    plans, metadata = create_default_global_save_plan(_plans(size))
-    planner = _SavePlanner({}, is_coordinator=True)
-    planner.before = _Plan("1", (0, size), plans[0], plans[0], pickle.dumps(metadata), {})
-    results = [
-        [WriteResult(one.index, 1, _StorageInfo(f"__{rank}_0.distcp", 9, 1)) for one in plan.items]
-        for rank, plan in enumerate(plans)
-    ]
-    writer = _Writer(folder, planner)
+    plan = TensorPlan({}, group=None)
+    plan._share = share_out(_plans(size))[0]
+    lengths = [[1] * 20] * size
+    (folder / ".metadata").unlink(missing_ok=True)
     with counted() as counts:
-        _, empty = planner.create_global_plan([SavePlan([])] * size)
-        writer.finish(empty, results)
-    return counts, len(planner.packed)
+        plan.settle([plan.number])
+        describe_tensors(folder, plan, lengths)
+    return counts, len(plan._share.packed)
 
 
 def planning_again(size: int, folder: Path) -> Cost:

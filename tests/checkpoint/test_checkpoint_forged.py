@@ -18,7 +18,7 @@ from slurm_train.checkpoint.load import load_rank_state, read_model
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, digest_of, read_record
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata, read_metadata
 from slurm_train.checkpoint.save import rank_file, save_checkpoint
-from slurm_train.checkpoint.tensors import read_tensors, tensor_shapes, write_tensors
+from slurm_train.checkpoint.tensors import TensorPlan, describe_tensors, read_tensors, tensor_shapes, write_tensors
 from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError
 from tests.support.small_checkpoints import make_header
@@ -46,14 +46,21 @@ def forge(path: Path, **facts: Any) -> None:
     (path / COMPLETE_FILE).write_bytes(digest_of(text))
 
 
+def write(path: Path, tensors: dict[str, Any]) -> None:
+    plan = TensorPlan(tensors, group=None)
+    plan.settle([""])
+    _, lengths = write_tensors(path, plan)
+    describe_tensors(path, plan, [lengths])
+
+
 @pytest.fixture
 def honest(tmp_path: Path) -> Path:
-    """A directory as write_tensors leaves it."""
+    """A directory as a save leaves it, without what each rank keeps for itself."""
     path = tmp_path / "checkpoint_0000004"
     path.mkdir(mode=0o700)
     values = {"lr": 0.1, "betas": (0.9, 0.95), "names": ["a"], "none": None, "kind": torch.bfloat16}
     tensors = {"a": torch.arange(3), "b": torch.ones(2, 2, dtype=torch.bfloat16), "values": values}
-    write_tensors(path, tensors, group=None)
+    write(path, tensors)
     return path
 
 
@@ -93,7 +100,7 @@ def test_a_plain_value_that_is_code_is_not_run(tmp_path: Path) -> None:
 
 def test_a_value_that_could_not_be_read_back_is_refused_at_the_save(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="lr could not be loaded again"):
-        write_tensors(tmp_path, {"a": torch.zeros(1), "lr": Path("x")}, group=None)
+        write(tmp_path, {"a": torch.zeros(1), "lr": Path("x")})
 
 
 @pytest.mark.parametrize("name", ["os.system", "builtins.eval", "torch.hub.load"])

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from slurm_train.checkpoint.tensors import _SavePlanner, is_grid
+from slurm_train.checkpoint.tensors import is_grid, share_out
 from slurm_train.errors import CheckpointError
 
 SIZE = (4, 6)
@@ -36,8 +36,7 @@ def plans_of(parts, *, size=SIZE):
 
 
 def plan(parts, **changes):
-    planner = _SavePlanner({}, is_coordinator=True)
-    return planner.create_global_plan(plans_of(parts, **changes))[0], planner
+    return share_out(plans_of(parts, **changes))
 
 
 @pytest.mark.parametrize(
@@ -84,10 +83,12 @@ def test_what_counts_as_a_grid_overlaps_nowhere_and_leaves_nothing_out():
 def test_plan_is_the_one_of_torch(parts):
     torchs = DefaultSavePlanner()
     wanted, described = torchs.create_global_plan(plans_of(parts))
-    found, planner = plan(parts)
+    found = plan(parts)
     assert [one.items for one in found] == [one.items for one in wanted]
-    assert len({one.planner_data for one in found}) == 1
-    assert pickle.loads(planner.packed) == described
+    assert len({one.number for one in found}) == 1
+    parts = [[("w", item.index.index) for item in one.items] for one in wanted]
+    assert pickle.loads(found[0].packed) == (described, parts)
+    assert not any(one.packed for one in found[1:])
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_one_name_for_different_things_is_refused(size, dtype, said):
     kind = WriteItemType.BYTE_IO if data is None else WriteItemType.TENSOR
     other = SavePlan([WriteItem(MetadataIndex("w"), kind, tensor_data=data)], planner_data=other.planner_data)
     with pytest.raises(CheckpointError, match=said):
-        _SavePlanner({}, is_coordinator=True).create_global_plan([mine, other])
+        share_out([mine, other])
 
 
 def test_parts_of_a_grid_are_not_compared_with_each_other(monkeypatch):

@@ -114,7 +114,7 @@ def test_files_are_private_whatever_the_umask(root):
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [28, 122, 5], ids=["ENOSPC", "EDQUOT", "EIO"])
 @pytest.mark.parametrize(
-    "where", ["save.seal_file", "save.write_file", "commit.Place.commit", "commit.Place.open_staging"]
+    "where", ["tensors.NewFile", "save.write_file", "commit.Place.commit", "commit.Place.open_staging"]
 )
 def test_an_error_of_the_file_system_is_named_and_the_previous_one_stays(root, monkeypatch, where, number):
     old = save(root, make_header(1)).path

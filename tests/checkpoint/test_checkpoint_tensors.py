@@ -9,25 +9,29 @@ import pytest
 import torch
 
 from slurm_train.checkpoint import tensors as module
+from slurm_train.checkpoint.manifest import NewFile, check_hash
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
-def written(tensor):
+def written(tensor, tmp_path):
     """Returns what is written of a tensor behind other bytes, as torch's reader cuts it out."""
-    file = io.BytesIO()
-    file.write(b"another tensor")
-    begin = file.tell()
-    module._write_one(file, tensor)
-    return file.getvalue()[begin:]
+    path = tmp_path / "tensors"
+    with NewFile(path) as file:
+        file.write(b"another tensor")
+        begin = file.num_bytes
+        module._write_one(file, tensor)
+        record = file.seal()
+    check_hash(path, record)
+    return path.read_bytes()[begin:]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int16, torch.complex64, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("shape", [(1 << 19,), (300, 1000), (2, 3, 70_000), (1, 1 << 19), (3, 5), ()], ids=str)
-def test_torch_reads_what_is_written(dtype, shape):
+def test_torch_reads_what_is_written(dtype, shape, tmp_path):
     tensor = (torch.randn(shape) * 50).to(dtype)
-    read = torch.load(io.BytesIO(written(tensor)), weights_only=True)
+    read = torch.load(io.BytesIO(written(tensor, tmp_path)), weights_only=True)
     assert (read.dtype, read.shape, read.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
     assert read.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
     assert read.untyped_storage().nbytes() == tensor.nbytes
@@ -36,7 +40,7 @@ def test_torch_reads_what_is_written(dtype, shape):
 @pytest.mark.parametrize("width", [800, 8], ids=["large", "small"])
 def test_a_view_is_written_without_the_rest(width, tmp_path):
     view = torch.randn(1000, 1000).t()[:, 100 : 100 + width]
-    content = written(view)
+    content = written(view, tmp_path)
     assert len(content) < view.nbytes + 2000
     path = tmp_path / "tensor.pt"
     path.write_bytes(content)
@@ -48,10 +52,13 @@ def test_a_large_tensor_is_written_from_where_it_is():
     """torch.save copies it into bytes, and no other thread of the process runs meanwhile."""
     tensor, seen = torch.randn(512, 512), []
 
-    class File(io.BytesIO):
+    class File:
         def write(self, content):
             seen.append(content)
-            return super().write(content)
+            return len(content)
+
+        def flush(self):
+            """Nothing waits."""
 
     module._write_one(File(), tensor)
     (largest,) = [content for content in seen if len(content) > 1000]

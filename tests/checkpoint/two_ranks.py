@@ -32,7 +32,7 @@ from slurm_train.checkpoint import tensors as tensors_module
 from slurm_train.checkpoint import verify as verify_module
 from slurm_train.checkpoint.choice import choose_checkpoint
 from slurm_train.checkpoint.commit import Place
-from slurm_train.checkpoint.division import part_if_alike
+from slurm_train.checkpoint.division import Division, own_part, part_if_alike
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.local import LocalSaves, NodePlace, copy_to_run, newest_reachable
 from slurm_train.checkpoint.manifest import check_hash
@@ -98,7 +98,7 @@ def failure_scene(root: Path) -> None:
         assert "rank 1" in error and "[Errno 27] File too large" in error and "Traceback" not in error, error
     with rank_1_sees_no_folder():
         error = error_of(lambda: save(root, 2, state))
-    assert "rank 1: " in error and "is not visible on this node" in error, error
+    assert "rank 1 on " in error and "is not visible on this node" in error, error
     assert "every node mounts at the same path" in error, error
     error = error_of(lambda: save(root, 2, state, rank_state={"path": root} if rank == 1 else {}))
     assert "rank state could not be loaded again" in error and "tensors, numbers, strings" in error, error
@@ -355,15 +355,15 @@ def plans_scene(root: Path) -> None:
         lone = {"lone": torch.ones(4), "text": "x"}
         check(lone if rank == 1 else {}, is_anew=True, wanted=lone)
         check(lone if rank == 1 else {}, is_anew=False, wanted=lone)
-        # A save that fails where files are written, and one that fails while it is planned: on one rank each.
+        # Saves that fail where files are written, or where the folder is not seen: on one rank each.
         with files_of_rank_1_are_below(16):
             error_of(lambda: save(root, 90, state_of(90, {})))
         planned.clear()
-        check({}, is_anew=True)
+        check({}, is_anew=False)
         with rank_1_sees_no_folder():
             error_of(lambda: save(root, 91, state_of(91, {})))
         planned.clear()
-        check({}, is_anew=True)
+        check({}, is_anew=False)
         # Each rank by itself, in the same process; then together with another group.
         save(root / f"rank_{rank}", 1, {"model": {"one": torch.ones(5)}}, group=None)
         planned.clear()
@@ -371,8 +371,56 @@ def plans_scene(root: Path) -> None:
         check({}, is_anew=False, group=distributed.new_group(backend="gloo"))
 
 
+def exchanges_scene(root: Path) -> None:
+    """Counts what the ranks say to each other: four times for a save, twice more where they hold something else."""
+    rank, world = distributed.get_rank(), distributed.group.WORLD
+    root.mkdir(parents=True, exist_ok=True)
+    run = Place(root=root / "run", attempt=1, is_leader=rank == 0)
+    node = NodePlace(root=root / f"node{rank}", node=rank, attempt=1)
+    division, steps, called = Division(group=world), count(1), list[str]()
+
+    def save_once(place: Place, *, size: int = 9) -> list[str]:
+        called.clear()
+        state = {"model": {"one": torch.ones(size), "two": torch.ones(5000)}, "optimizer": {"lr": 0.1}}
+        agreed = division.agree(state, values={})
+        save_to(
+            place,
+            tensors=own_part(state, agreed),
+            rank_state={},
+            header=make_header(next(steps), world_size=2),
+            group=world,
+            expected=agreed.tensors,
+        )
+        return called.copy()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (
+            "all_reduce",
+            "all_gather_object",
+            "broadcast_object_list",
+            "gather_object",
+            "scatter_object_list",
+        ):
+            patch.setattr(distributed, name, _noting(getattr(distributed, name), name, called))
+        save_once(run)
+        agreement, begin, records, outcome = save_once(run)
+        assert agreement == "all_reduce" and {begin, records, outcome} == {"all_gather_object"}
+        assert save_once(run, size=10).count("gather_object") == 1, "what is held has changed: it is planned anew"
+        assert len(save_once(run, size=10)) == 4
+        assert len(save_once(node, size=10)) == 5, "each node's leader lists the description"
+
+
+def _noting(work: Any, name: str, called: list[str]) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return work(*args, **kwargs)
+
+    return noted
+
+
 SCENES = {
     "plans": plans_scene,
+    "exchanges": exchanges_scene,
     "failure": failure_scene,
     "choose": choose_scene,
     "shard": shard_scene,
