@@ -100,6 +100,13 @@ ENVIRONMENT_WRITERS = {"train.context", "cli.on"}
 MESH_MAKERS = {"distributed.parallelize"}
 # Of the supervisor; each reading of all ranks takes a file per node.
 HEARTBEAT_READERS = {"supervise.look"}
+# A file of a run has one record, and one module that reads and writes it.
+RECORDS = {"attempts": "rundir.ledger", "plan": "rundir.plan_record"}
+# Names that only lines of the ledger have.
+LEDGER_KEYS = {"restart_count", "first_committed", "last_committed", "step_before", "failed_on", "left_out", "grow_to"}
+FILE_READERS = ("read_json", "read_record", "read_lines", "last_lines", "read_text", "read_bytes", "read_tail")
+# Where a run and its root lie is known here.
+PLACES = "rundir.paths"
 # A job is a value beside its script; only here is a script's text made, and parsed where there is no such value.
 SCRIPT_PARSER = "slurm.job_request"
 # The table of kinds, and the decoder of notes that earlier versions have written.
@@ -408,23 +415,49 @@ def _may_be_empty(hint: ast.expr) -> bool:
 
 def script_readers(tree: Tree) -> list[str]:
     """Functions that read a batch script's text, or know its lines, beside the one that makes and parses it."""
-    scripts = ("submit_script", "script")
-    readers = ("read_text", "read_bytes", "read_lines")
-
-    def is_read(node: ast.AST) -> bool:
-        if not isinstance(node, ast.Call):
-            return False
-        name = ast.unparse(node.func).rpartition(".")[2]
-        places = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
-        return name in readers and any(isinstance(place, ast.Attribute) and place.attr in scripts for place in places)
 
     def knows_its_lines(node: ast.AST) -> bool:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         return is_text and ("#SBATCH -" in node.value or "slurm_train supervise " in node.value)
 
     return [
-        module for module in _uses(tree, lambda node: is_read(node) or knows_its_lines(node)) if module != SCRIPT_PARSER
+        module
+        for module in _uses(tree, lambda node: _file_read(node) in ("submit_script", "script") or knows_its_lines(node))
+        if module != SCRIPT_PARSER
     ]
+
+
+def _file_read(node: ast.AST) -> str:
+    """Returns the file of a run that a call reads, by its name there; "" for no such call."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] not in FILE_READERS:
+        return ""
+    places = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+    return next((place.attr for place in places if isinstance(place, ast.Attribute)), "")
+
+
+def record_readers(tree: Tree) -> list[str]:
+    """Reads of a record's file, or of a value in it by name, beside its module; ways from a run up to its root."""
+    found = []
+    for module, parsed in tree.parsed.items():
+        for node in ast.walk(parsed):
+            file = _file_read(node)
+            keys: list[ast.expr] = []
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".get"):
+                keys = node.args[:1]
+            elif isinstance(node, ast.Subscript):
+                keys = [node.slice]
+            is_key = any(isinstance(key, ast.Constant) and key.value in LEDGER_KEYS for key in keys)
+            if file in RECORDS and module != RECORDS[file]:
+                found.append(f"{module}:{node.lineno} reads {file}")
+            if is_key and module != RECORDS["attempts"]:
+                found.append(f"{module}:{node.lineno} reads {ast.unparse(node)}")
+            if (
+                isinstance(node, ast.Attribute)
+                and module != PLACES
+                and ast.unparse(node).endswith("path.parent.parent")
+            ):
+                found.append(f"{module}:{node.lineno} has {ast.unparse(node)}")
+    return found
 
 
 def causes_read_as_text(tree: Tree) -> list[str]:
@@ -465,6 +498,7 @@ RULES: dict[str, Callable[[Tree], list[str]]] = {
     "one module of the supervisor reads heartbeats": heartbeat_readers,
     "one module removes folders": removals_of_trees,
     "one module knows the text of a batch script": script_readers,
+    "one module reads a record": record_readers,
     "causes are values": causes_read_as_text,
     "no vague names": vague_names,
 }
@@ -615,6 +649,11 @@ BREACHES = [
         "def f(run): return read_text(run.submit_script)\n",
         "cli.a",
     ),
+    ("one module reads a record", "cli/a.py", "x = (read_json(run.plan) or {}).get('batch')\n", "cli.a:1 reads plan"),
+    ("one module reads a record", "cli/a.py", "x = list(read_lines(run.attempts))\n", "cli.a:1 reads attempts"),
+    ("one module reads a record", "cli/a.py", "x = entry.get('restart_count')\n", "cli.a:1 reads entry.get"),
+    ("one module reads a record", "cli/a.py", "x = entry['failed_on']\n", "cli.a:1 reads entry["),
+    ("one module reads a record", "cli/a.py", "x = run.path.parent.parent / 'a'\n", "cli.a:1 has run.path.parent"),
     ("one module knows the text of a batch script", "cli/a.py", "x = run.submit_script.read_text()\n", "cli.a"),
     ("one module knows the text of a batch script", "cli/a.py", "x = re.search('^#SBATCH --array', y)\n", "cli.a"),
     ("causes are values", "supervise/a.py", "x = cause.startswith('node failure')\n", "supervise.a:1"),

@@ -169,7 +169,7 @@ def list_kept(newest: Manifest, paths: Sequence[Path]) -> list[Kept]:
         name = rule["name"]
         if "measure" in rule:
             # What a follower has scored by now, not what was known when the newest was saved.
-            run = RunDirectory(paths[0].parent.parent)
+            run = RunDirectory.of_checkpoint(paths[0])
             scores = best_first(run, measure=rule["measure"], mode=rule["mode"])
             candidates = [(by_save[scored.save_id], scored.value) for scored in scores if scored.save_id in by_save]
         else:

@@ -111,9 +111,9 @@ def find_saved(word: str, *, root: Path) -> tuple[Path, RunDirectory]:
     """
     is_path = (Path(word) / MANIFEST_FILE).is_file()
     name = word.partition("@")[0]
-    require_trainer(RunDirectory(Path(word).resolve().parent.parent) if is_path else find_run(root, name or None))
+    require_trainer(RunDirectory.of_checkpoint(Path(word).resolve()) if is_path else find_run(root, name or None))
     real = find_checkpoint(word, root=root).resolve()
-    folder = real.parent.parent
+    folder = RunDirectory.of_checkpoint(real).path
     run = enter_run(folder)
     return run.path / real.relative_to(folder), run
 

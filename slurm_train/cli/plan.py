@@ -184,7 +184,7 @@ def _say_dependency(after: Sequence[str], plan: RunPlan, env: Mapping[str, str])
     if after:
         from slurm_train.start.start import Start
 
-        Start(words=(), env=env, say=note, after=after).dependency(plan.config, plan.run.path.parent.parent)
+        Start(words=(), env=env, say=note, after=after).dependency(plan.config, plan.run.place)
 
 
 def _say_variables(plan: RunPlan, env: Mapping[str, str]) -> None:

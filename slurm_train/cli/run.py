@@ -95,7 +95,7 @@ def _show_result(plan: RunPlan, cwd: Path) -> None:
         raise RunError(f"{run.result} cannot be read", hint="move it away to have the run continue")
     note(f"{run.name}/{run.run_id} is finished: {run.path}")
     number = 2
-    while (run.path.parent.parent / f"{run.name}-{number}").exists():
+    while (run.place / f"{run.name}-{number}").exists():
         number += 1
     name = f"{run.name}-{number}"
     changed = changed_files(run, plan.config, cwd)

@@ -43,7 +43,7 @@ def start_run(start: Start, plan: RunPlan, source: Source | RunDirectory | None)
         start.write_provenance(run.provenance, source, config)
         return EXIT_DONE
     # Refuses `after=`, which needs a job.
-    start.dependency(config, run.path.parent.parent)
+    start.dependency(config, run.place)
     if config.cluster is None:
         from slurm_train.cli.here import train_here
 

@@ -28,7 +28,7 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
 from slurm_train.rundir.files import is_shared, plain_path, read_json, rename, share_folder, write_atomic
-from slurm_train.rundir.paths import RunDirectory, root_of_place
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.removal import remove_tree
 
 # --- which files are copied ---
@@ -112,7 +112,7 @@ def read_source(
     if state.files is None and not uses_own_code and not config.run.snapshot_folders:
         return Source({"": directory}, states={"": state})
     # If the runs' root also contains the code (run.root=.), only this run's own folder is left out.
-    root = root_of_place(run.path.parent.parent)
+    root = run.root
     holds_code = directory.resolve().is_relative_to(root.resolve())
     runs = (run.path.parent if holds_code else root).resolve()
     folders = {"": directory, **_further_folders(config.run.snapshot_folders, directory)}

@@ -42,7 +42,7 @@ from slurm_train.plan.shell_choices import take_shell_choices
 from slurm_train.plan.shell_variables import refuse_unexpanded
 from slurm_train.rundir.files import plain_path
 from slurm_train.rundir.lookup import run_of_hash
-from slurm_train.rundir.paths import RunDirectory, require_room, root_of_place
+from slurm_train.rundir.paths import RunDirectory, require_room
 from slurm_train.rundir.places import own_places
 from slurm_train.rundir.plan_record import PlannedBatch, PlannedRate, PlannedWorld, PlanRecord
 from slurm_train.rundir.sweep import Element, SweepDirectory, sweep_place
@@ -643,8 +643,8 @@ def plan_sweep(
         ]
     )
     require_all(_not_packable(plans))
-    sweep = sweep_place(root_of_place(plans[0].run.path.parent.parent), sweep_id or _sweep_id_of(plans))
-    plans = [_moved(plan, sweep.root) for plan in plans]
+    sweep = sweep_place(plans[0].run.root, sweep_id or _sweep_id_of(plans))
+    plans = [_moved(plan, sweep.place) for plan in plans]
     return SweepPlan(
         sweep=sweep,
         elements=tuple(

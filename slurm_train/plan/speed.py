@@ -405,7 +405,7 @@ def measured_speeds(plan: RunPlan) -> dict[int, Speed]:
 
 def _runs_like(plan: RunPlan) -> list[RunDirectory]:
     """Returns this run and the newest ones of its name."""
-    runs = list_runs(plan.run.path.parent.parent)
+    runs = list_runs(plan.run.place)
     same_name = [run for run in runs if run.name == plan.run.name and is_own(run)]
     return [plan.run, *same_name[:_MOST_RUNS]]
 

@@ -115,7 +115,7 @@ class RankCommand:
     def _mounts(self, container: ContainerSection) -> list[str]:
         """Returns "source:inside[:flags]" or plain paths: mounts that the run needs, then those of the person."""
         # Relative paths of the data lie where the run was typed.
-        needed = [str(self.run.path.parent.parent), self.directory, *_absolute_paths(self.config.data)]
+        needed = [str(self.run.place), self.directory, *_absolute_paths(self.config.data)]
         needed += [str(snapshot.repository_folder) for snapshot in hub_snapshots(self.config)]
         if self._uses_cache:
             needed.append(str(Path(_CACHE).expanduser()))

@@ -327,7 +327,7 @@ class BadNode:
 
 def list_file(run: RunDirectory) -> Path:
     """Returns the list that a run shares with the others below its root; each node has a part of it."""
-    return run.path.parent.parent / BAD_NODES_FILE
+    return run.place / BAD_NODES_FILE
 
 
 def add_bad_nodes(

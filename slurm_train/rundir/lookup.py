@@ -25,7 +25,7 @@ from slurm_train.rundir.files import (
     write_atomic,
 )
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.paths import USER_PREFIX, RunDirectory, typed_root
+from slurm_train.rundir.paths import USER_PREFIX, RunDirectory, as_typed
 from slurm_train.rundir.places import all_places, run_place
 from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.sweep import (
@@ -245,8 +245,7 @@ def _matches(run: RunDirectory, word: str) -> bool:
 
 
 def _by_path(word: str) -> list[RunDirectory]:
-    real = Path(word).resolve()
-    path = typed_root(real.parent.parent) / real.parent.name / real.name
+    path = as_typed(Path(word).resolve())
     return [RunDirectory(path)] if (path / "config.yaml").is_file() else []
 
 
@@ -281,8 +280,7 @@ def find_sweep(root: Path, word: str) -> SweepDirectory | None:
         RunError: the word is the beginning of several ids, or of one of a sweep that this user may not read.
     """
     if (Path(word) / "sweep.jsonl").is_file():
-        real = Path(word).resolve()
-        return SweepDirectory(typed_root(real.parent.parent) / real.parent.name / real.name)
+        return SweepDirectory(as_typed(Path(word).resolve()))
     own_sweeps = _own_sweeps(root)
     named = _sweep_among(own_sweeps, root, word)
     if named is not None or len(own_sweeps) == len(sweep_folders(root)):

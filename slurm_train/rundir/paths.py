@@ -50,10 +50,16 @@ def typed_root(root: Path) -> Path:
     real = root.resolve()
     for plan in itertools.islice(_own_plans(real), _MOST_PROBED):
         with contextlib.suppress(OSError):
-            spelled = Path(PlanRecord.read(plan, writers=trusted_owners()).path).parent.parent
+            spelled = RunDirectory(Path(PlanRecord.read(plan, writers=trusted_owners()).path)).place
             if spelled != real and spelled.is_absolute() and spelled.samefile(real):
                 return spelled
     return real
+
+
+def as_typed(folder: Path) -> Path:
+    """Returns the folder of a run or sweep with its root as that was spelled, see `typed_root`."""
+    placed = Placed(folder)
+    return typed_root(placed.place) / folder.relative_to(placed.place)
 
 
 def _own_plans(root: Path) -> Iterator[Path]:
@@ -76,10 +82,35 @@ class Below:
 
 
 @dataclass(frozen=True, slots=True)
-class RunDirectory:
-    """Paths below `runs/<name>/<run_id>/`; the disk is not looked at."""
+class Placed:
+    """A folder `<root>/<name>/<id>`, of a run or a sweep; in a root that users share it is `<root>/@<user>/...`."""
 
     path: Path
+
+    @property
+    def place(self) -> Path:
+        """The folder with the names: the root, or the user's own folder in one that users share."""
+        return self.path.parent.parent
+
+    @property
+    def root(self) -> Path:
+        """The root that it lies in."""
+        return self.place.parent if self.place.name.startswith(USER_PREFIX) else self.place
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory(Placed):
+    """Paths below `runs/<name>/<run_id>/`; the disk is not looked at."""
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path) -> RunDirectory:
+        """Returns the run that has a checkpoint."""
+        return cls(checkpoint.parent.parent)
+
+    @property
+    def evaluated(self) -> RunDirectory:
+        """Of an evaluation: the run that it lies in, below `evaluations`."""
+        return RunDirectory(self.path.parent.parent)
 
     @property
     def name(self) -> str:
@@ -350,11 +381,6 @@ def _named_entries(root: Path) -> list[tuple[CheckpointName, bool]]:
     return sorted(named.items(), reverse=True)
 
 
-def root_of_place(place: Path) -> Path:
-    """Returns the root of the runs that lie in a folder, which may be the user's own in a shared root."""
-    return place.parent if place.name.startswith(USER_PREFIX) else place
-
-
 def require_private(run: RunDirectory) -> None:
     """Checks that only this user can have changed what the run will execute.
 
@@ -371,8 +397,7 @@ def require_private(run: RunDirectory) -> None:
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) or status.st_uid not in trusted_owners() or others_may_write(status):
             raise refusal(path, status, "another user could have written what would run in your name")
-    place = run.path.parent.parent
-    for path in filter(os.path.lexists, {run.path.parent, place, root_of_place(place)}):
+    for path in filter(os.path.lexists, {run.path.parent, run.place, run.root}):
         status = path.stat()
         if _others_may_replace(status):
             raise refusal(path, status, "another user could replace your files")
@@ -385,7 +410,7 @@ def _code(run: RunDirectory) -> list[Path]:
 
     Folders in it count where others can enter it at all.
     """
-    root = run.path.parent.parent.resolve()
+    root = run.place.resolve()
     if not run.code.is_symlink() or run.code.lstat().st_uid not in trusted_owners():
         return _reachable(run.code)
     shared = run.code.resolve()

@@ -85,7 +85,7 @@ def release_pins(evaluation: RunDirectory) -> None:
     Raises:
         OSError: the file system refuses.
     """
-    root = RunDirectory(evaluation.path.parent.parent).checkpoints
+    root = evaluation.evaluated.checkpoints
     for path in root.glob(f"pinned_*_{evaluation.run_id}"):
         path.unlink(missing_ok=True)
     # The lease last: a pin without one would count for ever.

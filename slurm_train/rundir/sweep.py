@@ -24,7 +24,7 @@ from pathlib import Path
 
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import change_times, listed, read_json, read_lines, to_records, write_atomic
-from slurm_train.rundir.paths import Below, RunDirectory
+from slurm_train.rundir.paths import Below, Placed, RunDirectory
 from slurm_train.rundir.places import all_places, place_of
 from slurm_train.slurm.job_request import JobRequest
 from slurm_train.trust import is_own_folder, owner_id, read_text, trusted_owners
@@ -76,10 +76,9 @@ class ArrayDirectory:
 
 
 @dataclass(frozen=True, slots=True)
-class SweepDirectory:
+class SweepDirectory(Placed):
     """Paths below `<root>/sweeps/<id>/`; the disk is not looked at."""
 
-    path: Path
     table = Below("sweep.jsonl")
     """One line per run."""
     facts = Below("sweep.json")
@@ -97,11 +96,6 @@ class SweepDirectory:
     def sweep_id(self) -> str:
         """Short hash of its runs, e.g. "9b1c44e0"."""
         return self.path.name
-
-    @property
-    def root(self) -> Path:
-        """Root of the runs."""
-        return self.path.parent.parent
 
     def array(self, number: int) -> ArrayDirectory:
         """Returns one of its job arrays."""
@@ -131,7 +125,7 @@ def read_runs(array: ArrayDirectory) -> list[RunDirectory]:
 def write_table(sweep: SweepDirectory, elements: Iterable[Element]) -> None:
     """Replaces the table."""
     lines = [
-        {**asdict(element), "run": str(element.run.path.relative_to(sweep.root)), "overrides": dict(element.overrides)}
+        {**asdict(element), "run": str(element.run.path.relative_to(sweep.place)), "overrides": dict(element.overrides)}
         for element in elements
     ]
     write_atomic(sweep.table, "".join(json.dumps(line) + "\n" for line in lines))
@@ -156,7 +150,7 @@ def read_table(sweep: SweepDirectory) -> list[Element]:
     lines = to_records(_Line, read_lines(sweep.table))
     elements = []
     for line in lines:
-        run = RunDirectory(sweep.root / line.run)
+        run = RunDirectory(sweep.place / line.run)
         elements.append(Element(run=run, index=line.index, overrides=line.overrides, job=line.job))
     if is_own_folder(sweep.path):
         return elements
@@ -226,7 +220,7 @@ def choosing_runs(
     Raises:
         RunError: another command is at it for longer.
     """
-    folder = sweep.root / _SUBMITTING
+    folder = sweep.place / _SUBMITTING
     names = {_name_in_root(run) for run in runs}
     made = [parent for parent in folder.parents if not parent.exists()]
     deadline_s = time.monotonic() + wait_s
@@ -262,7 +256,7 @@ def wait_for_sweeps(run: RunDirectory, *, wait_s: float) -> None:
     Raises:
         RunError: one does so for longer than `wait_s`.
     """
-    folder = run.path.parent.parent / _SUBMITTING
+    folder = run.place / _SUBMITTING
     if not is_own_folder(folder):
         return
     deadline_s = time.monotonic() + wait_s
@@ -395,7 +389,7 @@ def list_sweeps(root: Path) -> list[SweepDirectory]:
 
 def sweep_of(run: RunDirectory) -> SweepDirectory | None:
     """Returns the sweep that a run belongs to, the oldest of several; None for a run that was typed by itself."""
-    sweeps = reversed(list_sweeps(run.path.parent.parent))
+    sweeps = reversed(list_sweeps(run.place))
     return next((sweep for sweep in sweeps if any(element.run == run for element in read_table(sweep))), None)
 
 

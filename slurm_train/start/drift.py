@@ -194,7 +194,7 @@ def similar_run_notes(plan: RunPlan) -> list[str]:
     """Returns lines about the newest unfinished run of this name if a new run differs from it only slightly."""
     if plan.run.path.exists():
         return []
-    runs = [run for run in list_runs(plan.run.path.parent.parent) if run.name == plan.run.name and is_own(run)]
+    runs = [run for run in list_runs(plan.run.place) if run.name == plan.run.name and is_own(run)]
     if not runs or runs[0].result.exists():
         return []
     newest = runs[0]

@@ -35,12 +35,12 @@ from slurm_train.rundir.events import is_same_data
 from slurm_train.rundir.files import make_folder
 from slurm_train.rundir.paths import (
     RunDirectory,
+    as_typed,
     existing_attempts,
     find_save,
     parse_name,
     require_private,
     save_path,
-    typed_root,
 )
 from slurm_train.rundir.pins import pin_save, release_pins, renew_lease
 from slurm_train.rundir.plan_record import PlanRecord
@@ -55,7 +55,7 @@ def enter_run(folder: Path) -> RunDirectory:
         RunError: other users may have written it.
     """
     # The path as it was typed: a link may lead elsewhere on the nodes.
-    run = RunDirectory(typed_root(folder.parent.parent) / folder.parent.name / folder.name)
+    run = RunDirectory(as_typed(folder))
     # Its code runs as the user who types the command.
     require_private(run)
     directory = PlanRecord.read(run.plan).directory

@@ -146,7 +146,7 @@ class Start:
         """
         config = plan.config
         run = plan.run
-        dependency = self.dependency(config, run.path.parent.parent)
+        dependency = self.dependency(config, run.place)
         require_slurm(self.commands, self.env)
         with submitting(run, self.commands):
             request = self._write(plan, source)
@@ -205,7 +205,7 @@ class Start:
         with writing(run, self.commands, inside=inside):
             renamed = write_run(plan, source, request=request, change=change)
         self.say_renamed(run, renamed)
-        remember_root(run.path.parent.parent, self.env)
+        remember_root(run.place, self.env)
         return request
 
     def _say_refused_here(self, plan: RunPlan) -> None:

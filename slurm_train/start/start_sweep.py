@@ -77,7 +77,7 @@ class PreparedSweep:
     def open(self) -> None:
         """Removes obstacles to a start: a request to stop, and locks of processes that no longer exist."""
         self.sweep.stop_file.unlink(missing_ok=True)
-        remember_root(self.sweep.root, self.start.env)
+        remember_root(self.sweep.place, self.start.env)
         for element in self.elements:
             self.start.clear_dead_lock(element.run)
 
@@ -101,7 +101,7 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
     """
     sweep = plan.sweep
     commands = start.commands
-    dependency = start.dependency(plan.plans[0].config, sweep.root)
+    dependency = start.dependency(plan.plans[0].config, sweep.place)
     start.say_variables(plan.plans[0].config, Path(plan.plans[0].directory))
     requests: dict[RunDirectory, JobRequest] = {}
     if plan.uses_cluster:

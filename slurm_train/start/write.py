@@ -33,7 +33,7 @@ from slurm_train.rundir.files import (
 )
 from slurm_train.rundir.jobs import read_job, write_request
 from slurm_train.rundir.lookup import require_writable_folder
-from slurm_train.rundir.paths import RunDirectory, require_private, root_of_place
+from slurm_train.rundir.paths import Placed, RunDirectory, require_private
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, write_table
 from slurm_train.rundir.trial import require_calls
 from slurm_train.slurm.job_request import JobRequest
@@ -55,7 +55,7 @@ def require_writable(run: RunDirectory, *, share: str = "private", is_sweep: boo
     require_private(run)
     require_calls(folder, symlinks=is_sweep)
     if share == "group":
-        _require_shareable(root_of_place(run.path.parent.parent))
+        _require_shareable(run.root)
 
 
 def _require_shareable(root: Path) -> None:
@@ -77,7 +77,7 @@ def _require_shareable(root: Path) -> None:
 
 def _share(folder: Path) -> None:
     """Shares the folder of a run or sweep with the group, and the folders of this user above it up to the root."""
-    for place in (folder.parent.parent, folder.parent, folder):
+    for place in (Placed(folder).place, folder.parent, folder):
         if not is_shared(place) and place.stat().st_uid == os.geteuid() and not place.stat().st_mode & stat.S_IRGRP:
             os.chown(place, -1, place.parent.stat().st_gid)
             share_folder(place)

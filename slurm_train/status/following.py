@@ -96,7 +96,7 @@ class Follower:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.evaluation = evaluation
-        self.run = RunDirectory(evaluation.path.parent.parent)
+        self.run = evaluation.evaluated
         self._attempt = attempt
         self._commands = commands
         self._clock = clock

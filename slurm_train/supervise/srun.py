@@ -299,7 +299,7 @@ class SrunLaunch:
         words = self._within_share(words)
         stage = self.config.cluster.stage_python if self.config.cluster is not None else None
         if stage and not self.stages.get(nodes):  # {} after a failure, which is tried again
-            self.stages[nodes] = stage_python(stage, run.path.parent.parent, nodes, self.env)
+            self.stages[nodes] = stage_python(stage, run.place, nodes, self.env)
         asks_for_gpus = self.config.cluster is not None and self.config.cluster.gpu_flag != "none"
         env = {
             **(with_gpus_for(self.env, self.job.start.world_size) if asks_for_gpus else self.env),

@@ -151,3 +151,11 @@ def test_a_path_that_leaves_no_room_for_the_files_is_refused(tmp_path: Path) -> 
         require_room(RunDirectory(tmp_path.joinpath(*["x" * 200] * 20) / "a" / "b"))
     with pytest.raises(RunError, match=r"a name in the run's path has 256 bytes, at most 255 can be used"):
         require_room(RunDirectory(tmp_path / ("x" * 256) / "b"))
+
+
+def test_a_run_knows_its_place_and_its_root_and_an_evaluation_its_run() -> None:
+    alone, shared = RunDirectory(Path("/runs/gpt/3f9a")), RunDirectory(Path("/runs/@me/gpt/3f9a"))
+    assert (alone.place, alone.root) == (Path("/runs"), Path("/runs"))
+    assert (shared.place, shared.root) == (Path("/runs/@me"), Path("/runs"))
+    assert RunDirectory(shared.path / "evaluations" / "7d43").evaluated == shared
+    assert RunDirectory.of_checkpoint(shared.checkpoints / "checkpoint_0000004_attempt_0000_3b70f31d") == shared

@@ -109,4 +109,4 @@ def test_a_shared_root_in_which_others_may_rename_is_refused(root: Path) -> None
 
 
 def test_a_sweep_lies_with_its_runs(root: Path) -> None:
-    assert as_user(ME, lambda: str(SweepDirectory(sweep_place(root, "9b1c44e0").path).root)) == f"{root}/@{ME}"
+    assert as_user(ME, lambda: str(SweepDirectory(sweep_place(root, "9b1c44e0").path).place)) == f"{root}/@{ME}"

@@ -224,7 +224,7 @@ class MlflowTracker(Tracker):
         from mlflow import MlflowClient
 
         experiment = track.mlflow.experiment or ""
-        default = f"sqlite:///{run.run.path.parent.parent}/mlflow.db"
+        default = f"sqlite:///{run.run.place}/mlflow.db"
         uri = track.mlflow.uri or env.get("MLFLOW_TRACKING_URI") or default
         self._client = MlflowClient(tracking_uri=uri)
         self.tracker_id = run.tracker_id or self._find_or_create(run, experiment)
