@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slurm_train.formatting import ranges
@@ -37,7 +37,7 @@ _IN_NOTE = re.compile(r"\branks? (?P<rank>\d+)[\d,-]* on (?P<host>[\w.-]+)")
 _NOBODY_NAMED = "the ranks ended with code"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     """One row of `KINDS`."""
 
@@ -55,20 +55,20 @@ class Kind:
 
 
 KINDS: tuple[Kind, ...] = (
-    Kind(name=NODE_FAILURE, pattern="^node failure on "),
-    Kind(name=NO_STEP, pattern="^Unable to create step"),
+    Kind(NODE_FAILURE, "^node failure on "),
+    Kind(NO_STEP, "^Unable to create step"),
     # The end of a rank that does not handle the warning before the time limit: a script as it is.
-    Kind(name=WARNED, pattern="User defined signal 2"),
-    Kind(name=KILLED, pattern="^Killed$"),
+    Kind(WARNED, "User defined signal 2"),
+    Kind(KILLED, "^Killed$"),
     Kind(
-        name=CRASH,
-        pattern="^(?:Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception)",
+        CRASH,
+        "^(?:Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception)",
     ),
-    Kind(name=EXIT, pattern=r"^the (?:script|function) ended with code \d+$"),
+    Kind(EXIT, r"^the (?:script|function) ended with code \d+$"),
     # Of a rank that has lost another one, or waited for it: gloo, NCCL, the store, the meeting of the ranks.
     Kind(
-        name=LOST_PEER,
-        pattern=r"(?i)Connection (?:was likely )?closed|Connection reset|Broken pipe|Socket (?:closed|Timeout)"
+        LOST_PEER,
+        r"(?i)Connection (?:was likely )?closed|Connection reset|Broken pipe|Socket (?:closed|Timeout)"
         r"|failed to recv, got 0 bytes|communicator was aborted|remote process exited|pair closure"
         r"|connectFullMesh failed|Timed out waiting \d+\s?ms for (?:recv|send)"
         r"|wait timeout after|waiting for clients|did not connect to .*: missing|Watchdog caught collective",
@@ -76,161 +76,161 @@ KINDS: tuple[Kind, ...] = (
     ),
     # A process of a loader, or a spawned one.
     Kind(
-        name=CHILD_CRASH,
-        pattern="killed by signal: (?:Segmentation fault|Aborted|Bus error|Illegal instruction"
+        CHILD_CRASH,
+        "killed by signal: (?:Segmentation fault|Aborted|Bus error|Illegal instruction"
         "|Floating point exception)|terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)",
     ),
     # Codes of the preflight that any nodes would get.
     Kind(
-        name="unfit",
-        pattern=r"^(?:WRONG_INTERFACE|RANK_MISMATCH|GPU_COUNT|DATA_MISSING|LIMITS|FS_READONLY|DISK_FULL|NO_COMPILER)\b",
+        "unfit",
+        r"^(?:WRONG_INTERFACE|RANK_MISMATCH|GPU_COUNT|DATA_MISSING|LIMITS|FS_READONLY|DISK_FULL|NO_COMPILER)\b",
         lasting=True,
     ),
     # What torch says of a GPU without memory, in every release.
     Kind(
-        name=GPU_MEMORY,
-        pattern=r"OutOfMemoryError|(?:CUDA|HIP)(?: driver)?(?: error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+        GPU_MEMORY,
+        r"OutOfMemoryError|(?:CUDA|HIP)(?: driver)?(?: error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED"
         r"|Cuda failure \d* ?'out of memory'",
         advice="out of GPU memory: lower batch.local_size (the global batch stays), or set "
         "parallel.activation_checkpointing=full or parallel.dp_shard=N; `plan --suggest GIB` lists what fits",
     ),
     Kind(
-        name="locked_memory",
-        pattern=r"ibv_\w+.*Cannot allocate memory",
+        "locked_memory",
+        r"ibv_\w+.*Cannot allocate memory",
         advice="InfiniBand has to lock its buffers in memory: `ulimit -l unlimited` before submitting or in "
         "cluster.setup",
     ),
-    Kind(name="memory", pattern="Out Of Memory|OUT_OF_MEMORY|oom-kill", advice=_RAISE_MEMORY),
+    Kind("memory", "Out Of Memory|OUT_OF_MEMORY|oom-kill", advice=_RAISE_MEMORY),
     # Not the words of EAGAIN alone: HDF5 says them of a lock, and a socket of its peer.
     Kind(
-        name="threads",
-        pattern="can't start new thread|pthread_create failed|Thread creation failed|fork: .*Resource temporarily",
+        "threads",
+        "can't start new thread|pthread_create failed|Thread creation failed|fork: .*Resource temporarily",
         limits=("NPROC", "AS", "DATA"),
     ),
-    Kind(name="address_space", pattern=_NO_MEMORY, limits=("AS", "DATA"), advice=_RAISE_MEMORY),
+    Kind("address_space", _NO_MEMORY, limits=("AS", "DATA"), advice=_RAISE_MEMORY),
     # Of a folder that is mounted noexec it is "Operation not permitted".
     Kind(
-        name="mapping",
-        pattern="failed to map segment from shared object(?!: Operation)",
+        "mapping",
+        "failed to map segment from shared object(?!: Operation)",
         limits=("AS", "DATA"),
     ),
     Kind(
-        name="shared_memory",
-        pattern="Bus error.*shared memory|insufficient shared memory|unable to .*shared memory|/dev/shm",
+        "shared_memory",
+        "Bus error.*shared memory|insufficient shared memory|unable to .*shared memory|/dev/shm",
         advice="the node's /dev/shm is full, or what a container has of it: use fewer processes of the loader "
         "(data.num_workers) or smaller batches",
     ),
     Kind(
-        name="loader_crash",
-        pattern="DataLoader worker .*killed by signal: (?:Segmentation|Aborted|Illegal|Floating)",
+        "loader_crash",
+        "DataLoader worker .*killed by signal: (?:Segmentation|Aborted|Illegal|Floating)",
         advice="the code of the data set, or a library that it calls, has crashed in a process of the loader: its "
         "stacks are in the log of the rank",
     ),
     Kind(
-        name="loader_killed",
-        pattern="DataLoader worker .*(?:killed by signal: Killed|exited unexpectedly)",
+        "loader_killed",
+        "DataLoader worker .*(?:killed by signal: Killed|exited unexpectedly)",
         advice="a process of the loader was ended, most often for lack of memory: raise cluster.memory_gb_per_node (0: "
         "all of it), or use fewer of them (data.num_workers)",
     ),
     Kind(
-        name="open_files",
-        pattern="Too many open files|received 0 items of ancdata",
+        "open_files",
+        "Too many open files|received 0 items of ancdata",
         advice="raise the limit on open files with a line of cluster.setup (ulimit -n 65536), or share the loader's "
         "tensors by torch.multiprocessing.set_sharing_strategy('file_system')",
     ),
     Kind(
-        name="socket_path",
-        pattern="AF_UNIX path too long",
+        "socket_path",
+        "AF_UNIX path too long",
         advice="the folder for temporary files has too long a path for sockets below it (107 bytes): "
         "cluster.env.TMPDIR=/tmp, or a line of cluster.setup",
     ),
     Kind(
-        name="disk_full",
-        pattern="Disk quota exceeded|No space left on device",
+        "disk_full",
+        "Disk quota exceeded|No space left on device",
         advice="make room or raise the quota; caches go elsewhere with cluster.env, e.g. cluster.env.HF_HOME=DIR, "
         "cluster.env.TRITON_CACHE_DIR=/tmp/triton",
     ),
     Kind(
-        name="stale_file",
-        pattern="Stale file handle",
+        "stale_file",
+        "Stale file handle",
         advice="nodes have written the same file of a shared file system, most often of a cache: give each node its "
         "own, e.g. cluster.env.TRITON_CACHE_DIR=/tmp/triton",
     ),
     # The words before it are those of a broken device.
     Kind(
-        name="device_assert",
-        pattern="device-side assert",
+        "device_assert",
+        "device-side assert",
         lasting=True,
         advice="most often an index, a label or a token that is out of range: cluster.env.CUDA_LAUNCH_BLOCKING=1 shows "
         "the line",
     ),
     Kind(
-        name="collective_timeout",
-        pattern="Watchdog caught collective operation timeout",
+        "collective_timeout",
+        "Watchdog caught collective operation timeout",
         advice="a rank did not join this collective in time: the watch over hangs names it if health.hang_timeout_s is "
         "shorter than the group's time-out",
     ),
     Kind(
-        name="address_in_use",
-        pattern="Address already in use|EADDRINUSE",
+        "address_in_use",
+        "Address already in use|EADDRINUSE",
         advice="let the program take MASTER_ADDR and MASTER_PORT from its environment, which differ from attempt to "
         "attempt",
     ),
     Kind(
-        name="torchrun_meeting",
-        pattern="RendezvousConnectionError|RendezvousTimeoutError",
+        "torchrun_meeting",
+        "RendezvousConnectionError|RendezvousTimeoutError",
         advice="the nodes have not met under torchrun, which has no preflight: `doctor` with cluster.launcher=srun "
         "says which node or port is closed",
     ),
     Kind(
-        name="bus_error",
-        pattern="Bus error",
+        "bus_error",
+        "Bus error",
         advice="most often a mapped file has become shorter, its disk has failed, or /dev/shm is full",
     ),
     Kind(
-        name="cpu_time",
-        pattern="CPU time limit exceeded",
+        "cpu_time",
+        "CPU time limit exceeded",
         limits=("CPU",),
         advice="the program, or a shell that it runs in, limits its processor time (ulimit -t)",
     ),
     Kind(
-        name="file_size",
-        pattern=r"File size limit exceeded|\[Errno 27\]",
+        "file_size",
+        r"File size limit exceeded|\[Errno 27\]",
         limits=("FSIZE",),
         advice="the program, or a shell that it runs in, limits the size of its files (ulimit -f), or the file system "
         "does",
     ),
     Kind(
-        name="system_call",
-        pattern="Bad system call",
+        "system_call",
+        "Bad system call",
         advice="a filter of system calls (seccomp), of a container or of the site, ends whoever calls what it forbids",
     ),
     Kind(
-        name="alarm",
-        pattern="Alarm clock",
+        "alarm",
+        "Alarm clock",
         advice="a timer that the program or a library has set (alarm, setitimer) has run out, and nothing handles it",
     ),
     Kind(
-        name="instruction",
-        pattern="Illegal instruction",
+        "instruction",
+        "Illegal instruction",
         advice="a library was built for a newer processor than this node's: choose nodes with cluster.constraint or "
         "cluster.exclude",
     ),
     Kind(
-        name="srun_option",
-        pattern="srun: .*option",
+        "srun_option",
+        "srun: .*option",
         advice="the srun of the job does not know it: a misspelt name, an option of another release, or of a plugin "
         "that is not installed here; leave it out of cluster.srun and container",
     ),
     Kind(
-        name="cpu_binding",
-        pattern="(?i)cpu bind(?:ing outside| request)",
+        "cpu_binding",
+        "(?i)cpu bind(?:ing outside| request)",
         advice="the CPUs of the job are not those that srun would bind to: cluster.srun.cpu-bind=none",
     ),
     # Failures of devices, networks and files may pass; one node may lack a library, or have an older one.
     Kind(
-        name="passing",
-        pattern=r"(?i)CUDA error|AcceleratorError|CUBLAS|cuDNN|NCCL|gloo|Dist\w*Error|Connection|time.?out|OSError"
+        "passing",
+        r"(?i)CUDA error|AcceleratorError|CUBLAS|cuDNN|NCCL|gloo|Dist\w*Error|Connection|time.?out|OSError"
         r"|cannot open shared object file|GLIBC(?:XX)?_[\d.]+' not found",
         lasting=False,
     ),
@@ -279,7 +279,7 @@ class Cause:
         """Returns the cause with the kind and the blame that `KINDS` has for its words."""
         kinds = kinds_of(words)
         return cls(
-            kind=kinds[0].name if kinds else "",
+            kind=next((kind.name for kind in kinds), ""),
             ranks=tuple(ranks),
             node=node,
             words=words,
@@ -312,6 +312,11 @@ class Cause:
         if not self.ranks or self.kind == HANG:
             return self.words
         return f"rank{'s' * (len(self.ranks) > 1)} {ranges(self.ranks)} on {self.node}: {self.words}"
+
+    def adding(self, words: str) -> Cause:
+        """Returns the cause with more words at its end; the node that is blamed stays, whatever they are."""
+        whole = self.words + words
+        return replace(self, words=whole, kind=next((kind.name for kind in kinds_of(whole)), self.kind))
 
     def is_like(self, other: Cause) -> bool:
         """Returns whether the same exception was raised at the same place, on whatever rank, and will be again."""

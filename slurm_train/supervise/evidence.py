@@ -312,7 +312,7 @@ def cause_of(traces: Traces) -> Cause | None:
     was_killed = traces.exit_code == 128 + signal.SIGKILL
     is_on_head_node = cause is None or (cause.kind == KILLED and cause.node == traces.head_node)
     if was_killed and is_on_head_node and traces.had_oom_kill:
-        return _with(cause or Cause(words="a rank was killed"), " (an oom-kill by the kernel)")
+        return (cause or Cause(words="a rank was killed")).adding(" (an oom-kill by the kernel)")
     return cause
 
 
@@ -337,12 +337,6 @@ def _told(traces: Traces) -> Cause | None:
     return _of_silent_rank(traces) or (mark.cause if mark is not None else _of_starter(traces))
 
 
-def _with(cause: Cause, more: str) -> Cause:
-    """Returns a cause with more words, and what `KINDS` has for them."""
-    whole = Cause.of(cause.words + more, ranks=cause.ranks, node=cause.node, place=cause.place, lasting=cause.lasting)
-    return replace(whole, blames_node=cause.blames_node)
-
-
 def _failed_before_it(mark: FailureMark | None, ends: Sequence[TaskEnd]) -> bool:
     """Returns whether a rank failed by itself before a signal ended others: Slurm kills those that outlive its end."""
     if mark is None or mark.tells_of_loss:
@@ -364,14 +358,13 @@ def _of_mark(mark: FailureMark, traces: Traces) -> Cause:
     if any(other.host != mark.host and other.message == mark.message for other in traces.marks):
         cause = replace(cause, blames_node=False)
     if cause.kind == EXIT:
-        return _with(cause, _last_words(traces, mark.rank))
+        return cause.adding(_last_words(traces, mark.rank))
     cause = _with_crash(cause, traces)
     log = traces.read_log(mark.rank) if traces.is_slurm else ""
     name = dict(_NOT_IN_ENVIRON.findall(log)).get(mark.message, "")
     if not name or is_job_variable(name):
         return cause
-    return _with(
-        cause,
+    return cause.adding(
         f"; the job has no variable {name}: cluster.export=[{name}] takes that of the shell that submits, "
         f"cluster.env.{name}=VALUE sets one",
     )
@@ -386,11 +379,11 @@ def _with_crash(cause: Cause, traces: Traces) -> Cause:
         return cause
     log = traces.read_log(cause.ranks[0])
     if cause.kind == CHILD_CRASH:
-        return _with(cause, _place_of_crash(crash_of_child_in(log)))
+        return cause.adding(_place_of_crash(crash_of_child_in(log)))
     # What C++ says of an exception that nobody catches, e.g. NCCL's watchdog of a collective.
     thrown = _THROWN.findall(log)
     quote = f": {thrown[-1][:_LONGEST_QUOTE]}" if thrown else ""
-    return _with(cause, _place_of_crash(crash_in(log)) + quote)
+    return cause.adding(_place_of_crash(crash_in(log)) + quote)
 
 
 def _place_of_crash(crash: str) -> str:

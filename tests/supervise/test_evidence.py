@@ -10,14 +10,23 @@ from typing import Any
 import pytest
 
 from slurm_train.errors import EXIT_FAILURE
+from slurm_train.rundir import cause as cause_module
 from slurm_train.rundir.attempts import Round
-from slurm_train.rundir.cause import Cause
-from slurm_train.rundir.events import FailureMark, Finding, append_event, leave_mark, write_preflight
+from slurm_train.rundir.cause import KINDS, Cause, Kind
+from slurm_train.rundir.events import (
+    FailureMark,
+    Finding,
+    append_event,
+    leave_mark,
+    message_of,
+    would_last,
+    write_preflight,
+)
 from slurm_train.rundir.ledger import Action, Attempt, End, Reason, Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.records import TaskEnd
 from slurm_train.supervise.best_effort import BestEffort
-from slurm_train.supervise.decision import exit_code_of, failed_on, fails_alike, nodes_to_avoid
+from slurm_train.supervise.decision import advice_on, exit_code_of, failed_on, fails_alike, nodes_to_avoid
 from slurm_train.supervise.evidence import Traces, cause_of
 from slurm_train.supervise.scheduler import Scheduler
 
@@ -162,6 +171,24 @@ def test_the_same_exception_is_known_again_on_whatever_rank() -> None:
     passing = replace(traces, marks=[replace(MARK, lasting=False)])
     assert not fails_alike(passing, cause_of(passing))
     assert not fails_alike(replace(traces, violent_end=KILLED), KILLED)
+
+
+def test_one_row_gives_a_diagnosis_its_retry_its_blame_and_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Kind(
+        name="illegal_address", pattern="illegal address", lasting=True, blames_node=False, advice="see the kernel"
+    )
+    error = RuntimeError("CUDA error: an illegal address")
+
+    def verdict() -> tuple[str, bool, tuple[str, ...], str]:
+        mark = replace(MARK, message=message_of(error), lasting=would_last(error))
+        traces = replace(TRACES, marks=[mark], previous_marks=[mark])
+        cause = cause_of(traces)
+        assert cause is not None
+        return cause.kind, fails_alike(traces, cause), failed_on(traces, cause), advice_on(cause.words)
+
+    assert verdict() == ("passing", False, ("node2",), "")
+    monkeypatch.setattr(cause_module, "KINDS", (row, *KINDS))
+    assert verdict() == ("address", True, (), "; see the kernel")
 
 
 ENDS = [TaskEnd((0,), "node1", "Exited with exit code 1"), NO_PROGRAM]
