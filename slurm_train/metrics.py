@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 import time
 from array import array
 from bisect import bisect_right
@@ -316,11 +317,12 @@ _LINE_EVERY_S = 10.0
 
 
 class Display:
-    """Shows the progress of a run: a rich progress bar, drawn by the calling thread, or lines, the first after 2 s.
+    """Speaks to the user: notes, and the progress as a rich bar, drawn by the calling thread, or as lines after 2 s.
 
     Args:
-        stream: where to write; a terminal for a bar.
-        max_steps: steps of the whole run; may be set until the first `show`.
+        stream: where to write, a terminal for a bar; None: stderr, as it is at that moment.
+        max_steps: steps of the whole run, where they are known; see `begin`.
+        opening: of each line, where the output is mostly that of a program.
         has_bar: draw a bar.
         no_color: draw it without colours.
         every_s: seconds between lines, or between two drawings of the bar.
@@ -329,9 +331,10 @@ class Display:
 
     def __init__(
         self,
-        stream: TextIO,
+        stream: TextIO | None = None,
         *,
-        max_steps: int,
+        max_steps: int = 0,
+        opening: str = "",
         has_bar: bool = False,
         no_color: bool = False,
         every_s: float = _LINE_EVERY_S,
@@ -341,11 +344,17 @@ class Display:
         self.due_s = clock() + (0.0 if has_bar else _FIRST_LINE_AFTER_S)
         """The time (of `clock`) from which the next `show` is welcome."""
         self._stream = stream
+        self._opening = opening
         self._has_bar = has_bar
         self._no_color = no_color
         self._every_s = every_s
         self._clock = clock
         self._bar: tuple[Progress, TaskID] | None = None
+
+    def begin(self, *, max_steps: int) -> None:
+        """Says how many steps the whole run has, before the first one is shown."""
+        self.max_steps = max_steps
+        self.due_s = self._clock() + (0.0 if self._has_bar else _FIRST_LINE_AFTER_S)
 
     def show(self, step: int, *, loss: float, rate: float, unit: str, step_time_s: float) -> None:
         """Moves the bar, or writes a line, e.g. "step 120/400  loss 2.3134  41,210 tokens/s  00:01:12 left".
@@ -379,7 +388,7 @@ class Display:
         """
         if elapsed_s < _LINE_EVERY_S or self._clock() < self.due_s:
             return
-        self.due_s = self._clock() + self._every_s
+        self.due_s = self._clock() + (_LINE_EVERY_S if self._bar is None else self._every_s)
         left = countdown((num_batches - num_done) * elapsed_s / max(num_done, 1))
         text = f"evaluating {num_done:,}/{num_batches:,} batches  {left} left"
         if self._bar is None:
@@ -392,7 +401,7 @@ class Display:
     def say(self, text: str) -> None:
         """Writes a line that stays, above the bar if there is one."""
         if self._bar is None:
-            print(text, file=self._stream, flush=True)
+            print(f"{self._opening}{text}", file=self._stream or sys.stderr, flush=True)
         else:
             self._bar[0].console.print(text, markup=False, highlight=False)
 
@@ -412,6 +421,22 @@ class Display:
         bar = Progress(*columns, console=console, auto_refresh=False)
         bar.start()
         return bar, bar.add_task("training", total=self.max_steps, words="")
+
+
+class SilentDisplay(Display):
+    """That of all ranks but the first."""
+
+    def say(self, text: str) -> None:
+        """Writes nothing."""
+
+    def show(self, step: int, *, loss: float, rate: float, unit: str, step_time_s: float) -> None:
+        """Shows nothing."""
+
+    def show_evaluation(self, num_done: int, num_batches: int, *, elapsed_s: float) -> None:
+        """Shows nothing."""
+
+
+SILENT = SilentDisplay()
 
 
 def open_display(stream: TextIO, *, max_steps: int, env: Mapping[str, str]) -> Display:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from slurm_train.checkpoint.agreement import Group
@@ -11,50 +10,35 @@ from slurm_train.checkpoint.choice import Choice, choose_checkpoint
 from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.resumption import Resumption, run_place
 from slurm_train.checkpoint.verify import newest_committed_step
-from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.rundir.events import SaveLog
-from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.session.interface import Checkpoint
 from slurm_train.session.losses import LossWatch
 from slurm_train.session.orders import ORDERS, Orders
 from slurm_train.session.passes import PASSES, Passes
 from slurm_train.session.random_streams import RandomStreams
+from slurm_train.session.rank_run import RankRun
 
 
 class SessionCheckpoints:
     """One rank's view of the checkpoints of its run.
 
     Args:
-        run: the run.
-        attempt: number of the attempt.
-        rank_place: this rank.
-        env: its environment.
-        keep: how many whole checkpoints stay.
+        rank: this rank.
         losses: watches the losses; None on other ranks than rank 0.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        attempt: int,
-        rank_place: RankPlace,
-        env: Mapping[str, str],
-        *,
-        keep: int,
-        losses: LossWatch | None,
-    ) -> None:
-        self._run = run
-        self._rank_place = rank_place
-        self._env = env
+    def __init__(self, rank: RankRun, *, losses: LossWatch | None) -> None:
+        self._rank = rank
         self._losses = losses
-        self.place = run_place(run, attempt, keep=keep, is_leader=rank_place.is_first)
-        self._resumption = Resumption(run, self.place)
-        self._log = SaveLog(run, attempt) if rank_place.is_first else None
+        is_first = rank.place.is_first
+        self.place = run_place(rank.run, rank.attempt, keep=rank.config.checkpoint.keep, is_leader=is_first)
+        self._resumption = Resumption(rank.run, self.place)
+        self._log = SaveLog(rank.run, rank.attempt) if is_first else None
         self.orders = Orders()
         self.passes = Passes()
-        self.random = RandomStreams(rank_place.rank)
+        self.random = RandomStreams(rank.place.rank)
         self.loaded: Checkpoint | None = None
         """What the program continues; None at the beginning of its training."""
         self.newest_step = 0
@@ -101,11 +85,10 @@ class SessionCheckpoints:
         manifest = choice.manifest
         self.orders.take(manifest.step, manifest.extra.get(ORDERS, []))
         self.loaded = Checkpoint(path=choice.path, step=manifest.step, world_size=manifest.world_size)
-        for line in (*choice.warnings, choice.resuming):
-            self._say(line)
-        if manifest.world_size != self._rank_place.world_size and not self.orders.saved:
-            self._say(
-                f"{manifest.world_size} ranks have saved it, and these are {self._rank_place.world_size}: the program "
+        self._rank.say(*choice.warnings, choice.resuming)
+        if manifest.world_size != self._rank.place.world_size and not self.orders.saved:
+            self._rank.say(
+                f"{manifest.world_size} ranks have saved it, and these are {self._rank.place.world_size}: the program "
                 "itself has to find its place in the data"
             )
         if manifest.is_program:
@@ -115,9 +98,7 @@ class SessionCheckpoints:
         """Puts the random generators back as they were in the checkpoint that the program continues."""
         if self.loaded is None:
             return
-        problem = self.random.restore(self.loaded.path, world_size=self.loaded.world_size)
-        if problem:
-            self._say(problem)
+        self._rank.say(self.random.restore(self.loaded.path, world_size=self.loaded.world_size))
 
     def add_step(self, step: int) -> None:
         """Takes note of a step that is reported for the first time, before anything is saved after it."""
@@ -127,13 +108,11 @@ class SessionCheckpoints:
         repeated = self.random.look(None if self.loaded is None else self.loaded.path)
         if repeated:
             print(
-                f"slurm_train: since the resume, rank {self._rank_place.rank} draws the random numbers of the first "
+                f"slurm_train: since the resume, rank {self._rank.place.rank} draws the random numbers of the first "
                 f"steps again ({', '.join(repeated)}): call `restore_random()` of the session right before the loop",
                 file=sys.stderr,
             )
-        note = self.passes.look(self.resumed_step)
-        if note:
-            self._say(note)
+        self._rank.say(self.passes.look(self.resumed_step))
         self._resumption.move_on()
 
     def add_save(self, step: int) -> None:
@@ -150,9 +129,7 @@ class SessionCheckpoints:
                 program has not asked for; or the batches of the order of samples are behind the steps.
         """
         self._require_ahead(step)
-        note = self.orders.look(step)
-        if note:
-            self._say(note)
+        self._rank.say(self.orders.look(step))
 
     def _require_ahead(self, step: int) -> None:
         if step < self.newest_step or (step == self.newest_step and self._is_behind):
@@ -180,7 +157,8 @@ class SessionCheckpoints:
             step: how many optimizer steps are done.
             kind: `manifest.DIRECTORY` or `manifest.PROGRAM`.
         """
-        place = self._rank_place
+        rank = self._rank
+        place = rank.place
         try:
             torch_version = version("torch")
         except PackageNotFoundError:
@@ -195,10 +173,10 @@ class SessionCheckpoints:
             epoch=epoch,
             mesh={"dp_replicate": place.world_size},
             batch_plan={},
-            config_hash=PlanRecord.read(self._run.plan).config_hash or self._run.run_id,
+            config_hash=PlanRecord.read(rank.run.plan).config_hash or rank.run.run_id,
             data_fingerprint="",
             torch_version=torch_version,
-            **self._resumption.facts_of_save(world_size=place.world_size, host=place.host, env=self._env),
+            **self._resumption.facts_of_save(world_size=place.world_size, host=place.host, env=rank.env),
             extra={"kind": kind, ORDERS: orders, PASSES: self.passes.state(), **({"kept": kept} if kept else {})},
         )
 
@@ -214,7 +192,3 @@ class SessionCheckpoints:
         if self._log is not None:
             self._log.stalled(step, seconds)
             self._log.ended(step, num_bytes=num_bytes, save_s=seconds, error=error)
-
-    def _say(self, text: str) -> None:
-        if self._rank_place.is_first:
-            print(f"slurm_train: {text}", file=sys.stderr)

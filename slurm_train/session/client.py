@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slurm_train.config.frozen import load_config
-from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import is_under_torchrun
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_FAILURE, ConfigError, SlurmTrainError
@@ -21,6 +20,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.ending import close_and_exit
 from slurm_train.session.interface import ChildSession, Session
 from slurm_train.session.joined import JoinedSession
+from slurm_train.session.rank_run import RankRun, display_of
 from slurm_train.session.signals import NodeLeader, StopFlag, handled, install, note_continues
 from slurm_train.session.wandb_calls import guard_calls
 from slurm_train.slurm.job_variables import step_id
@@ -91,18 +91,9 @@ def _why_no_rank(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) ->
     return why
 
 
-def enter(
-    run: RunDirectory,
-    config: RunConfig,
-    place: RankPlace,
-    env: Mapping[str, str],
-    *,
-    attempt: int,
-    stop: StopFlag,
-    heartbeat: Heartbeat,
-) -> JoinedSession:
+def enter(rank: RankRun) -> JoinedSession:
     """Opens the session that `join` returns from now on; the worker calls it for a user's own function."""
-    session = JoinedSession(run, config, place, env, attempt=attempt, stop=stop, heartbeat=heartbeat)
+    session = JoinedSession(rank)
     _joined[:] = [session]
     return session
 
@@ -117,23 +108,24 @@ def _join(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> Joined
     stop = StopFlag()
     before = handled()
     install(stop)
-    if before and place.is_first:
-        print(
-            f"slurm_train: `join()` takes the place of the program's handler of {' and '.join(before)}, which is not "
-            "called any more; `should_stop` says when to save",
-            file=sys.stderr,
-        )
     guard_calls(stop)
-    session = JoinedSession(
-        run,
-        load_config(run.config),
-        place,
-        env,
+    config = load_config(run.config)
+    rank = RankRun(
+        config=config,
+        run=run,
+        place=place,
         attempt=int(env[_ATTEMPT]),
         stop=stop,
+        env=env,
         heartbeat=Heartbeat(clock=AwakeClock(was_continued=note_continues())),
-        is_under_agent=is_under_torchrun(env),
+        display=display_of(config, place, env),
     )
+    if before:
+        rank.say(
+            f"`join()` takes the place of the program's handler of {' and '.join(before)}, which is not called any "
+            "more; `should_stop` says when to save"
+        )
+    session = JoinedSession(rank, is_under_agent=is_under_torchrun(env))
     # It comes before the exit function of `multiprocessing`, which is imported already, ends its children by TERM.
     atexit.register(_close_at_exit, session)
     return session

@@ -16,25 +16,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.checkpoint.manifest import DIRECTORY
-from slurm_train.config.schema import CheckpointSection, RunConfig
-from slurm_train.distributed.place import RankPlace
+from slurm_train.config.schema import CheckpointSection
 from slurm_train.errors import EXIT_REQUEUE, ConfigError
 from slurm_train.rundir.attempts import note_saved
 from slurm_train.rundir.events import note_signal
-from slurm_train.rundir.heartbeat import Heartbeat, limits_of
-from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.calls import CollectiveCalls
 from slurm_train.session.checkpoints import SessionCheckpoints
 from slurm_train.session.interface import Checkpoint, Session, Training, whole_step
 from slurm_train.session.losses import LossWatch
 from slurm_train.session.peers import GroupChooser
 from slurm_train.session.progress import Progress
+from slurm_train.session.rank_run import RankRun
 from slurm_train.session.saving import DirectorySave
-from slurm_train.session.signals import StopFlag, install
+from slurm_train.session.signals import install
 from slurm_train.session.stopping import Stopping
 from slurm_train.session.training import RunTraining
 from slurm_train.session.wandb_calls import guard_calls
-from slurm_train.slurm.job_variables import step_id
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,64 +39,26 @@ if TYPE_CHECKING:
 
     from slurm_train.data.batches import RankBatches
 
-# Longer than a suspension of a job; the watchdog, which notices suspensions, ends ranks that hang.
-_WATCHED_TIMEOUT_S = 7 * 86400.0
-
 
 class JoinedSession(Session):
     """One rank of a run.
 
     Args:
-        run: the run.
-        config: its configuration.
-        place: this rank.
-        env: its environment.
-        attempt: number of the attempt.
-        stop: set by the signal handlers, which are installed already.
-        heartbeat: not started yet.
+        rank: this rank; its heartbeat is not started yet.
         is_under_agent: whether torchrun's agent sees the exit code of this process.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        config: RunConfig,
-        place: RankPlace,
-        env: Mapping[str, str],
-        *,
-        attempt: int,
-        stop: StopFlag,
-        heartbeat: Heartbeat,
-        is_under_agent: bool = False,
-    ) -> None:
-        super().__init__(place, env)
-        self._run = run
-        self._settings = self._program_settings(config.checkpoint)
-        self._attempt = attempt
-        self._stop = stop
+    def __init__(self, rank: RankRun, *, is_under_agent: bool = False) -> None:
+        super().__init__(rank.place, rank.env)
+        self._rank = rank
+        self._settings = self._program_settings(rank.config.checkpoint)
         self._is_under_agent = is_under_agent
-        limits = limits_of(config)
-        group = GroupChooser(
-            run,
-            attempt,
-            place,
-            env,
-            start_timeout_s=config.train.start_timeout_s,
-            timeout_s=config.checkpoint.save_timeout_s if limits is None else _WATCHED_TIMEOUT_S,
-        )
-        losses = LossWatch(run, attempt) if place.is_first else None
-        self._progress = Progress(
-            run,
-            attempt,
-            place,
-            heartbeat,
-            pace_every_steps=config.health.pace_every_steps,
-            choose_device=lambda: self.device,
-            losses=losses,
-        )
-        self._calls = CollectiveCalls(place, group, self._progress)
-        self._checkpoints = SessionCheckpoints(run, attempt, place, env, keep=config.checkpoint.keep, losses=losses)
-        self._stopping = Stopping(run, attempt, stop, spent=self._progress.spent, group=group)
+        group = GroupChooser(rank)
+        losses = LossWatch(rank) if rank.place.is_first else None
+        self._progress = Progress(rank, choose_device=lambda: self.device, losses=losses)
+        self._calls = CollectiveCalls(rank.place, group, self._progress)
+        self._checkpoints = SessionCheckpoints(rank, losses=losses)
+        self._stopping = Stopping(rank, spent=self._progress.spent, group=group)
         self._training: RunTraining | None = None
         self._stop_reason = ""
         """What `should_stop` has answered; "" while the program goes on."""
@@ -107,7 +66,7 @@ class JoinedSession(Session):
         """Whether signal handlers that replaced this session's were reported."""
         self._has_ended = False
         """Whether a training of the program is over."""
-        self._progress.start(limits=limits, step_id=step_id(env))
+        self._progress.start()
 
     @property
     def is_active(self) -> bool:
@@ -117,12 +76,12 @@ class JoinedSession(Session):
     @property
     def run_directory(self) -> Path:
         """The directory of the run, the same in each attempt."""
-        return self._run.path
+        return self._rank.run.path
 
     @property
     def attempt(self) -> int:
         """Number of this start of the run, from 0."""
-        return self._attempt
+        return self._rank.attempt
 
     def report(self, step: int, /, **numbers: Any) -> None:
         """See `Session.report`."""
@@ -159,18 +118,18 @@ class JoinedSession(Session):
 
     def should_stop(self) -> str:
         """See `Session.should_stop`."""
-        guard_calls(self._stop)
+        guard_calls(self._rank.stop)
         if self._place.is_first:
             self._stopping.look()
             self._warn_of_other_handlers()
         if self._stop_reason:
             return self._stop_reason
-        if not self._calls.meet("should_stop", requested=bool(self._stop.requested)):
+        if not self._calls.meet("should_stop", requested=bool(self._rank.stop.requested)):
             return ""
         step = self._progress.step or 0
         self._stop_reason, left_s = self._stopping.announce(step=step)
         remaining = "" if left_s is None else f"; {left_s:.0f} s are left"
-        self._say(f"asked to stop at step {step} ({self._stop_reason}){remaining}")
+        self._rank.say(f"asked to stop at step {step} ({self._stop_reason}){remaining}")
         return self._stop_reason
 
     def training(
@@ -198,7 +157,7 @@ class JoinedSession(Session):
             )
         step = whole_step(step)
         checkpoints = self._checkpoints
-        clock = self._progress.heartbeat.clock
+        clock = self._rank.clock
         start_s = clock()
         num_bytes = 0
         error = ""
@@ -221,8 +180,7 @@ class JoinedSession(Session):
             seconds = clock() - start_s
             checkpoints.log_save(step, seconds, num_bytes=num_bytes, error=error)
         self._note_longest_save(seconds)
-        for problem in saved.problems:
-            self._say(problem)
+        self._rank.say(*saved.problems)
 
     def newest(self) -> Checkpoint | None:
         """See `Session.newest`."""
@@ -242,12 +200,12 @@ class JoinedSession(Session):
 
     def take_signals(self) -> None:
         """See `Session.take_signals`."""
-        install(self._stop)
+        install(self._rank.stop)
 
     def leave(self) -> NoReturn:
         """See `Session.leave`."""
         # Before anything is raised: a bare `except` of the program may catch it, and the program may end with 0.
-        note_saved(self._run, self._attempt)
+        note_saved(self._rank.run, self._rank.attempt)
         self.close()
         if self._is_under_agent:
             # The agent would restart ranks that end with a code other than 0.
@@ -263,10 +221,10 @@ class JoinedSession(Session):
                 self._warn_of_steps_without_a_save()
                 self._training.finish()
         finally:
-            if self._place.is_first and self._stop.requested and not self._stop_reason:
-                note_signal(self._run, self._attempt, self._stop.ask()[0])
+            if self._place.is_first and self._rank.stop.requested and not self._stop_reason:
+                note_signal(self._rank.run, self._rank.attempt, self._rank.stop.ask()[0])
             self._progress.end()
-            self._stop.let_children_end()
+            self._rank.stop.let_children_end()
 
     def _warn_of_steps_without_a_save(self) -> None:
         """Says that the last weights are in no checkpoint; not of a program that has failed, which goes on from it."""
@@ -274,12 +232,10 @@ class JoinedSession(Session):
         saved = self._checkpoints.newest_step
         # Set as by the interpreter, also where `worker.script_main` runs the program.
         has_failed = getattr(sys, "last_value", None) is not None
-        if self._place.is_first and step > saved and not has_failed:
-            print(
-                f"slurm_train: the program has ended at step {step}, and its newest checkpoint is of step {saved}: "
-                "training.save(step) after the loop keeps the last weights",
-                file=sys.stderr,
-                flush=True,
+        if step > saved and not has_failed:
+            self._rank.say(
+                f"the program has ended at step {step}, and its newest checkpoint is of step {saved}: "
+                "training.save(step) after the loop keeps the last weights"
             )
 
     def _build_training(
@@ -317,13 +273,13 @@ class JoinedSession(Session):
             group=group,
         )
         saves = build_saves(
-            self._run,
+            self._rank.run,
             place=self._checkpoints.place,
             rank_place=self._place,
             settings=self._settings,
             env=self._env,
             device=state.device,
-            clock=self._progress.heartbeat.clock,
+            clock=self._rank.clock,
             peers=group,
         )
         return RunTraining(
@@ -332,7 +288,7 @@ class JoinedSession(Session):
             self._checkpoints,
             saving=self._around_training_save,
             loading=self._around_load,
-            is_first=self._place.is_first,
+            say=self._rank.say,
         )
 
     def _program_settings(self, settings: CheckpointSection) -> CheckpointSection:
@@ -340,7 +296,7 @@ class JoinedSession(Session):
         if settings.local_dir is None:
             return settings
         # The last save of a program would be on the nodes alone.
-        self._say(
+        self._rank.say(
             "checkpoints of a program go into the run directory at once; "
             f"checkpoint.local_dir={settings.local_dir} is for the built-in trainer"
         )
@@ -380,7 +336,7 @@ class JoinedSession(Session):
     @contextlib.contextmanager
     def _around_load(self) -> Iterator[None]:
         """Surrounds the choice and the loading of a checkpoint: the ranks meet, the time is set apart."""
-        clock = self._progress.heartbeat.clock
+        clock = self._rank.clock
         start_s = clock()
         self._calls.meet("newest")
         yield
@@ -397,16 +353,14 @@ class JoinedSession(Session):
         return self._checkpoints.orders.done
 
     def _note_order(self, order: dict[str, int], batches: RankBatches | None, *, done: int) -> None:
-        note = self._checkpoints.orders.add(order, batches, done=done)
-        if note:
-            self._say(note)
+        self._rank.say(self._checkpoints.orders.add(order, batches, done=done))
 
     def _warn_of_accumulation(self, step: int) -> None:
         """Says that gradients are being added up, which a save does not have."""
         # Imported by the program, or not in use. The state is that of the process.
         module = sys.modules.get("accelerate.state")
         if module is not None and module.GradientState._shared_state.get("sync_gradients") is False:
-            self._say(
+            self._rank.say(
                 f"step {step} is saved while accelerate adds up gradients: those since the last step are in "
                 "no checkpoint, and a resume does not train on their samples; call `should_stop` and `save` only where "
                 "`accelerator.sync_gradients` is true"
@@ -414,7 +368,7 @@ class JoinedSession(Session):
             return
         name = "" if self._training is None else self._training.pending_gradient()
         if name:
-            self._say(
+            self._rank.say(
                 f"step {step} is saved while gradients are added up ({name}): those since the last step of the "
                 "optimizer are in no checkpoint, and a resume does not train on their samples; call `should_stop` and "
                 "`save` only after `optimizer.step()`"
@@ -422,16 +376,12 @@ class JoinedSession(Session):
 
     def _warn_of_other_handlers(self) -> None:
         """Says once that a library or the program has installed other handlers of the stop signals since `join`."""
-        replaced = [] if self._has_warned else self._stop.replaced()
+        replaced = [] if self._has_warned else self._rank.stop.replaced()
         if not replaced:
             return
         self._has_warned = True
-        self._say(
+        self._rank.say(
             f"{' and '.join(replaced)} got another handler after `join()`, so `should_stop` does not see "
             f"{'them' if len(replaced) > 1 else 'it'} and the ranks will not save before they are ended; call "
             "`take_signals()` of the session afterwards"
         )
-
-    def _say(self, text: str) -> None:
-        if self._place.is_first:
-            print(f"slurm_train: {text}", file=sys.stderr)

@@ -8,13 +8,11 @@ saves would replace all sound checkpoints otherwise. Training goes on; whether t
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from slurm_train.checkpoint.verify import LAST_FINITE
-from slurm_train.rundir.events import append_event
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.session.rank_run import RankRun
 
 # A loss that is finite at every second step would fill the disk.
 _MOST_EVENTS = 50
@@ -24,13 +22,11 @@ class LossWatch:
     """Rank 0's record of the losses and saves of one attempt.
 
     Args:
-        run: the run.
-        attempt: number of the attempt.
+        rank: this rank.
     """
 
-    def __init__(self, run: RunDirectory, attempt: int) -> None:
-        self._run = run
-        self._attempt = attempt
+    def __init__(self, rank: RankRun) -> None:
+        self._rank = rank
         self._num_events = 0
         self._is_finite = True
         self._unproven: list[int] = []
@@ -72,11 +68,7 @@ class LossWatch:
             kept = "no checkpoint is known to be from before it"
             if self._sound is not None and self._sound[0] > 0:
                 kept = f"the checkpoint of step {self._sound[0]}, from before it, is kept"
-            print(
-                f"slurm_train: the loss of step {step} is {loss}; training goes on, and {kept}",
-                file=sys.stderr,
-                flush=True,
-            )
+            self._rank.say(f"the loss of step {step} is {loss}; training goes on, and {kept}")
             self._write_event("non_finite", step, loss)
 
     def kept(self) -> list[dict[str, Any]]:
@@ -88,4 +80,4 @@ class LossWatch:
     def _write_event(self, event: str, step: int, loss: float) -> None:
         self._num_events += 1
         if self._num_events <= _MOST_EVENTS:
-            append_event(self._run, event, attempt=self._attempt, step=step, value=loss, action="none")
+            self._rank.append_event(event, step=step, value=loss, action="none")

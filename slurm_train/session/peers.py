@@ -12,7 +12,6 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from slurm_train.checkpoint.agreement import Group, Peers
@@ -22,7 +21,8 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import resolve_master
 from slurm_train.errors import RendezvousError
 from slurm_train.rundir.attempts import attempt_secret
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.heartbeat import limits_of
+from slurm_train.session.rank_run import LONGEST_SUSPENSION_S, RankRun
 
 _PURPOSE = "session"
 _LOOPBACK = "127.0.0.1"
@@ -117,30 +117,14 @@ class GroupChooser:
     """Returns the group by which this program's ranks exchange values at this moment.
 
     Args:
-        run: the run.
-        attempt: number of the attempt.
-        place: this rank.
-        env: its environment.
-        start_timeout_s: until all ranks are connected.
-        timeout_s: of an exchange.
+        rank: this rank.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        attempt: int,
-        place: RankPlace,
-        env: Mapping[str, str],
-        *,
-        start_timeout_s: float,
-        timeout_s: float,
-    ) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._place = place
-        self._env = env
-        self._start_timeout_s = start_timeout_s
-        self._timeout_s = timeout_s
+    def __init__(self, rank: RankRun) -> None:
+        self._rank = rank
+        self._place = rank.place
+        is_watched = limits_of(rank.config) is not None
+        self._timeout_s = LONGEST_SUSPENSION_S if is_watched else rank.config.checkpoint.save_timeout_s
         self._sockets: SocketPeers | None = None
         self._world: Any = None
         self._group: Group | None = None
@@ -175,16 +159,17 @@ class GroupChooser:
         return self._group
 
     def _meeting_point(self) -> MeetingPoint:
-        env = self._env
+        rank = self._rank
+        run = rank.run
         # MASTER_PORT is left to the program: its process group may use that port.
-        ports = meeting_ports(f"{self._run.run_id} {_PURPOSE}", attempt=self._attempt, env={**env, "MASTER_PORT": ""})
+        env = {**rank.env, "MASTER_PORT": ""}
         return MeetingPoint(
             master_addr=master_of(env),
-            ports=ports,
-            run_id=f"{self._run.name}/{self._run.run_id}",
-            attempt=self._attempt,
-            timeout_s=self._start_timeout_s,
-            secret=attempt_secret(self._run, self._attempt, wait_s=60.0),
+            ports=meeting_ports(f"{run.run_id} {_PURPOSE}", attempt=rank.attempt, env=env),
+            run_id=f"{run.name}/{run.run_id}",
+            attempt=rank.attempt,
+            timeout_s=rank.config.train.start_timeout_s,
+            secret=attempt_secret(run, rank.attempt, wait_s=60.0),
             purpose=_PURPOSE,
         )
 

@@ -12,16 +12,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from slurm_train.checkpoint.verify import newest_committed_step
-from slurm_train.distributed.place import RankPlace
 from slurm_train.metrics import MetricsWriter
 from slurm_train.rundir.files import fsync_file
-from slurm_train.rundir.heartbeat import Heartbeat, Limits
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.heartbeat import limits_of
 from slurm_train.rundir.timing import ProgramProgress, Spent, StepTimes
 from slurm_train.session.losses import LossWatch
+from slurm_train.session.rank_run import RankRun
+from slurm_train.slurm.job_variables import step_id
 
 if TYPE_CHECKING:
     import torch
@@ -37,34 +37,17 @@ class Progress:
     Wide because its sums and times belong together: all of them change at the same report.
 
     Args:
-        run: the run.
-        attempt: number of the attempt.
-        place: this rank.
-        heartbeat: not started yet.
-        pace_every_steps: steps between samples of this rank's own part of a step, see `distributed.pace.PaceProbe`.
+        rank: this rank; its heartbeat is not started yet.
         choose_device: returns this rank's device.
         losses: watches the losses; None on other ranks than rank 0.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        attempt: int,
-        place: RankPlace,
-        heartbeat: Heartbeat,
-        *,
-        pace_every_steps: int | Literal["auto"] | None,
-        choose_device: Callable[[], torch.device],
-        losses: LossWatch | None,
-    ) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._place = place
-        self._pace_every_steps = pace_every_steps
+    def __init__(self, rank: RankRun, *, choose_device: Callable[[], torch.device], losses: LossWatch | None) -> None:
+        self._rank = rank
         self._choose_device = choose_device
         self._losses = losses
-        self.heartbeat = heartbeat
-        self.spent = Spent(begin_unix_s=time.time()) if place.is_first else None
+        self.heartbeat = rank.heartbeat
+        self.spent = Spent(begin_unix_s=time.time()) if rank.place.is_first else None
         """What rank 0 has used its time for; None on the others."""
         self._told = ProgramProgress()
         """How far the program has come, for the supervisor; rank 0 writes it."""
@@ -72,11 +55,11 @@ class Progress:
         """The newest reported step; None before the first report."""
         self._step_s: float | None = None
         """Seconds that it took."""
-        self._since_s = heartbeat.clock()
+        self._since_s = rank.clock()
         """When it was reported."""
         self._apart_s = 0.0
         """Seconds since then that belong to no step: mostly saves."""
-        self._times = StepTimes(run, attempt, rank=place.rank, host=place.host, clock=heartbeat.clock)
+        self._times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
         self._pace: PaceProbe | None = None
         """Measures this rank's own part of a step; from the second report on."""
         self._lines: deque[dict[str, Any]] = deque()
@@ -86,25 +69,21 @@ class Progress:
         self._told_lock = threading.Lock()
         self._account_due_s = 0.0
 
-    def start(self, *, limits: Limits | None, step_id: str) -> None:
-        """Starts the heartbeat.
-
-        Args:
-            limits: of the watchdog; None without one.
-            step_id: Slurm's id of the step whose task this rank is.
-        """
+    def start(self) -> None:
+        """Starts the heartbeat."""
+        rank = self._rank
         heartbeat = self.heartbeat
         heartbeat.phase = "joined"
         heartbeat.periodic_work = self._write_when_due
         heartbeat.record = _newest_collectives
         heartbeat.start(
-            self._run,
-            self._attempt,
-            rank=self._place.rank,
-            local_rank=self._place.local_rank,
-            host=self._place.host,
-            limits=limits,
-            step_id=step_id,
+            rank.run,
+            rank.attempt,
+            rank=rank.place.rank,
+            local_rank=rank.place.local_rank,
+            host=rank.place.host,
+            limits=limits_of(rank.config),
+            step_id=step_id(rank.env),
         )
 
     def mark(self, phase: str) -> None:
@@ -138,7 +117,7 @@ class Progress:
     def add_evaluation(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Adds the numbers of an evaluation."""
         self.heartbeat.marks += 1
-        if self._place.is_first and not self._is_before_resume(step):
+        if self._rank.place.is_first and not self._is_before_resume(step):
             self._lines.append(self._line(step, numbers))
 
     def add_step(self, step: int, numbers: Mapping[str, Any], *, resumed_step: int) -> None:
@@ -218,7 +197,7 @@ class Progress:
         """Writes the lines of metrics.jsonl."""
         with self._lock:
             if self._lines and self._writer is None:
-                self._writer = MetricsWriter(self._run.metrics)
+                self._writer = MetricsWriter(self._rank.run.metrics)
             while self._lines:
                 assert self._writer is not None
                 self._writer.write(self._lines[0])
@@ -229,10 +208,10 @@ class Progress:
 
         No later attempt reports the steps before a checkpoint again. A failure to write them does not stop training.
         """
-        if self._place.is_first:
+        if self._rank.place.is_first:
             with contextlib.suppress(OSError):
                 self.write_lines()
-                fsync_file(self._run.metrics)
+                fsync_file(self._rank.run.metrics)
 
     def end(self) -> None:
         """Writes all that is not written yet; the time from now on belongs to no step."""
@@ -252,28 +231,30 @@ class Progress:
     def _write_account(self) -> None:
         if self.spent is not None:
             self.spent.suspended_s = self.heartbeat.clock.away_s
-            self.spent.write(self._run.account(self._attempt))
+            self.spent.write(self._rank.run.account(self._rank.attempt))
         self._write_told()
 
     def _write_told(self) -> None:
-        if self._place.is_first:
+        if self._rank.place.is_first:
             # The thread of the heartbeat writes as well.
             with self._told_lock:
-                self._told.write(self._run.program(self._attempt))
+                self._told.write(self._rank.run.program(self._rank.attempt))
 
     def _is_before_resume(self, step: int) -> bool:
         """Returns whether an evaluation is that of a model into which no checkpoint was loaded yet, in a later attempt.
 
         Its line would supersede the evaluations of all steps that the attempt goes on from.
         """
-        return step == 0 and self._attempt > 0 and newest_committed_step(self._run.checkpoints) > 0
+        return step == 0 and self._rank.attempt > 0 and newest_committed_step(self._rank.run.checkpoints) > 0
 
     def _probe_pace(self) -> PaceProbe | None:
-        if self._place.world_size == 1 or "torch.distributed" not in sys.modules:
+        if self._rank.place.world_size == 1 or "torch.distributed" not in sys.modules:
             return None
         from slurm_train.distributed.pace import probe_program
 
-        return probe_program(self.heartbeat, every=self._pace_every_steps, device=self._choose_device())
+        return probe_program(
+            self.heartbeat, every=self._rank.config.health.pace_every_steps, device=self._choose_device()
+        )
 
     def _sample_pace(self, num_steps: int) -> None:
         """Called where a step has ended and the next one begins."""
@@ -297,7 +278,7 @@ class Progress:
 
     def _line(self, step: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
         values = {name: _number(value) for name, value in numbers.items() if name != "step"}
-        facts = {"attempt": self._attempt, "world_size": self._place.world_size, "time_unix_s": time.time()}
+        facts = {"attempt": self._rank.attempt, "world_size": self._rank.place.world_size, "time_unix_s": time.time()}
         return {"step": step, **values, **facts}
 
 

@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable
 
 from slurm_train.checkpoint.agreement import Group, on_rank_zero
-from slurm_train.rundir.events import append_event
-from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice, Spent, lead_s, read_measured, read_notice, time_left_s
-from slurm_train.session.signals import StopFlag
+from slurm_train.session.rank_run import RankRun
 
 _READ_NOTICE_EVERY_S = 5.0
 
@@ -22,9 +20,7 @@ class Stopping:
     """One rank's part in a stop by the clock, and in the decision whether there is time to save.
 
     Args:
-        run: the run.
-        attempt: number of the attempt.
-        stop: this rank's flag.
+        rank: this rank.
         spent: what rank 0 has measured so far; None on the others, which do not look at the clock.
         group: returns the group of the ranks that decide together; None for one process.
         clock: seconds since 1970.
@@ -32,29 +28,25 @@ class Stopping:
 
     def __init__(
         self,
-        run: RunDirectory,
-        attempt: int,
-        stop: StopFlag,
+        rank: RankRun,
         *,
         spent: Spent | None,
         group: Callable[[], Group | None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._stop = stop
+        self._rank = rank
         self._spent = spent
         self._group = group
         self._clock = clock
         # Before the first save of this attempt, the times of the previous attempt are the best estimate.
-        self._previous = read_measured(run) if spent is not None else None
+        self._previous = read_measured(rank.run) if spent is not None else None
         self._notice = Notice()
         self._next_read_s = 0.0
 
     def look(self) -> None:
         """Asks for a stop if the STOP file exists, or the time limit is near. Rank 0 only."""
-        stop = self._stop
-        stop.look_at(self._run.stop_file)
+        stop = self._rank.stop
+        stop.look_at(self._rank.run.stop_file)
         notice = self._read()
         if notice.end_unix_s is None or stop.requested:
             return
@@ -79,7 +71,7 @@ class Stopping:
 
         def note() -> tuple[str, float | None]:
             asked_by, left_s, save_s = self._ask()
-            self._write_event(step, asked_by=asked_by, left_s=left_s, save_s=save_s, saved=True)
+            self._rank.append_event("stop", step=step, asked_by=asked_by, left_s=left_s, save_s=save_s, saved=True)
             return asked_by, left_s
 
         return on_rank_zero(self._group(), note)
@@ -94,23 +86,20 @@ class Stopping:
         asked_by, left_s, save_s = self._ask()
         # If a time is not known, the save is made.
         is_made = left_s is None or not save_s or save_s <= left_s
-        self._write_event(step, asked_by=asked_by, left_s=left_s, save_s=save_s, saved=is_made)
+        self._rank.append_event("stop", step=step, asked_by=asked_by, left_s=left_s, save_s=save_s, saved=is_made)
         return left_s, "" if is_made else f"{left_s:.0f} s are left and a save takes {save_s:.0f} s"
 
     def _ask(self) -> tuple[str, float | None, float | None]:
         """Returns how this rank was asked, the seconds until it is killed, and those that a save takes."""
-        asked_by, since_s = self._stop.ask()
+        asked_by, since_s = self._rank.stop.ask()
         measured = self._measured
         self._next_read_s = 0.0
         left_s = time_left_s(self._read(), asked_by=asked_by, since_s=since_s, now_unix_s=self._clock())
         return asked_by, left_s, measured.longest_save_s if measured is not None else None
 
-    def _write_event(self, step: int, **facts: object) -> None:
-        append_event(self._run, "stop", attempt=self._attempt, step=step, **facts)
-
     def _read(self) -> Notice:
         now_s = time.monotonic()
         if now_s >= self._next_read_s:
             self._next_read_s = now_s + _READ_NOTICE_EVERY_S
-            self._notice = read_notice(self._run, self._attempt)
+            self._notice = read_notice(self._rank.run, self._rank.attempt)
         return self._notice

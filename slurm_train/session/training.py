@@ -7,7 +7,7 @@ as the built-in trainer's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ class RunTraining(Training):
         checkpoints: of the run.
         saving: what the session does around a save of a step; gives whether to wait until the save is on disk.
         loading: what the session does around the choice and the loading of a checkpoint.
-        is_first: whether this is rank 0.
+        say: prints notes on rank 0.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class RunTraining(Training):
         *,
         saving: Callable[[int], AbstractContextManager[bool]],
         loading: Callable[[], AbstractContextManager[None]],
-        is_first: bool,
+        say: Callable[..., None],
     ) -> None:
         self._state = state
         self._saves = saves
         self._checkpoints = checkpoints
         self._saving = saving
         self._loading = loading
-        self._is_first = is_first
+        self._say = say
         self._has_saved = False
         self._finish_before_groups_end()
 
@@ -67,7 +67,7 @@ class RunTraining(Training):
             if choice is not None:
                 notes += self._state.restore(choice)
             self._checkpoints.take(choice)
-        self._say(notes)
+        self._say(*notes)
         return 0 if choice is None else choice.manifest.step
 
     def is_due(self, step: int) -> bool:
@@ -81,14 +81,13 @@ class RunTraining(Training):
         step = whole_step(step)
         content = partial(self._content, step)
         self._has_saved = True
-        self._say(self._state.look_before_save(step - self._checkpoints.resumed_step))
+        self._say(*self._state.look_before_save(step - self._checkpoints.resumed_step))
         with self._saving(step) as waits:
             if waits:
                 self._saves.save(content, step=step)
             else:
-                note = self._saves.save_soon(content, step=step)
-                self._say([note] if note else [])
-        self._say(self._saves.news())
+                self._say(self._saves.save_soon(content, step=step))
+        self._say(*self._saves.news())
 
     def finish(self) -> None:
         """See `Training.finish`."""
@@ -100,7 +99,7 @@ class RunTraining(Training):
         try:
             self._saves.finish()
         finally:
-            self._say(self._saves.news())
+            self._say(*self._saves.news())
 
     def _finish_before_groups_end(self) -> None:
         """Has the program's end of its process groups wait for a save, which exchanges by one of them."""
@@ -128,7 +127,7 @@ class RunTraining(Training):
                 not be loaded again.
         """
         has_order = bool(self._checkpoints.orders.present)
-        self._say(self._state.look(has_order=has_order, has_pass=self._checkpoints.passes.has_seen))
+        self._say(*self._state.look(has_order=has_order, has_pass=self._checkpoints.passes.has_seen))
         if not self._has_saved:
             self._saves.prepare(self._state.own_tensors())
 
@@ -149,8 +148,3 @@ class RunTraining(Training):
         return self._state.content(
             self._checkpoints.header(step, kind=PROGRAM), more={RANDOM: self._checkpoints.random.state()}
         )
-
-    def _say(self, notes: Iterable[str]) -> None:
-        if self._is_first:
-            for note in notes:
-                print(f"slurm_train: {note}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from slurm_train.checkpoint.state import saved_buffers
 from slurm_train.config.batch import check_schedule, planned_lr, total_steps
@@ -20,14 +21,13 @@ from slurm_train.data.workers import AutoWorkers, cpus_of_rank
 from slurm_train.distributed.group import shutdown
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
-from slurm_train.metrics import Display, open_display
 from slurm_train.models.build import build_model, load_start_weights
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.callbacks import Callback, build_callbacks
 from slurm_train.train.checkpointer import build_checkpointer
 from slurm_train.train.compilation import CompileCache, compile_in_place, require_compiler
-from slurm_train.train.context import Parts, Rank
+from slurm_train.train.context import Built, Parts, Rank
 from slurm_train.train.ending import end_training
 from slurm_train.train.evaluate import build_evaluator, find_measured
 from slurm_train.train.health import Health, position_after_rollbacks
@@ -66,48 +66,56 @@ def train(rank: Rank) -> int:
     # Python takes it back from another thread after 5 ms only: a save in the background made an operation of 14 us take
     # 6 ms, and on a GPU a step 1.6 times as long.
     sys.setswitchinterval(TURN_OF_A_THREAD_S)
-    rank.enter_device()
-    require_compiler(rank)
-    parts = build_parts(rank)
+    rank, built = build_alone(rank)
     callbacks = build_callbacks(rank.config.callbacks)
-    spent = join(rank)
-    apply_parallelism(parts)
-    display = None
-    if rank.place.is_first:
-        display = open_display(sys.stderr, max_steps=rank.config.train.max_steps, env=rank.env)
+    parts, spent = join(rank, built)
+    rank = parts.rank
     start_s = rank.clock()
-    with failures_explained(rank):
-        trainer = build_trainer(parts, callbacks=callbacks, display=display, spent=spent)
+    with failures_explained(parts):
+        trainer = build_trainer(parts, callbacks=callbacks, spent=spent)
     spent.add("load_s", rank.clock() - start_s)
     try:
-        with failures_explained(rank):
+        with failures_explained(parts):
             finished = trainer.run()
         rank.heartbeat.mark("end")
     finally:
         if trainer.recorder is not None:
             trainer.recorder.close()
-    end_training(trainer, parts, display, finished=finished)
+    end_training(trainer, finished=finished)
     shutdown()
     return EXIT_DONE if finished else EXIT_REQUEUE
 
 
-def join(rank: Rank) -> Spent:
-    """Opens the process group; returns what this rank has spent its time on so far. Collective over all ranks.
+def join(rank: Rank, built: Built) -> tuple[Parts, Spent]:
+    """Opens the process group; returns this rank's parts, and what it has spent its time on so far. Collective.
 
     Raises:
         RendezvousError: the ranks do not find each other.
+        ConfigError: the layout does not suit the model.
     """
     start_s = rank.clock()
     spent = Spent(begin_unix_s=time.time() - rank.clock.away_s)
     if rank.place.is_first:
         spent.write(rank.run.account(rank.attempt))
-    rank.join()
+    rank = rank.join()
     spent.add("rendezvous_s", rank.clock() - start_s)
-    return spent
+    return apply_parallelism(rank, built), spent
 
 
-def build_parts(rank: Rank) -> Parts:
-    """Returns model, optimizer and data; nothing here needs the other ranks.
+def build_alone(rank: Rank) -> tuple[Rank, Built]:
+    """Returns the rank on its device, with model, optimizer and data; nothing here needs the other ranks.
+
+    Raises:
+        ConfigError: no model or no data set is configured, or they cannot be made.
+        PreflightError: the run is to be compiled, and the node cannot.
+    """
+    rank = rank.enter_device()
+    require_compiler(rank)
+    return rank, build_parts(rank)
+
+
+def build_parts(rank: Rank) -> Built:
+    """Returns model, optimizer and data of a rank on its device.
 
     Raises:
         ConfigError: no model or no data set is configured, or they cannot be made.
@@ -119,7 +127,7 @@ def build_parts(rank: Rank) -> Parts:
         )
     model = build_model(
         config,
-        note=_print if rank.place.is_first and not rank.layout.is_replicated else _ignore,
+        note=_ignore if rank.layout.is_replicated else rank.say,
         ranks_on_node=rank.place.local_world_size,
     )
     load_start_weights(model, config, run=rank.run, buffers=saved_buffers(model))
@@ -132,7 +140,7 @@ def build_parts(rank: Rank) -> Parts:
         workers=AutoWorkers(
             cpus=cpus_of_rank(rank.env, ranks_on_node=rank.place.local_world_size),
             ranks_on_node=rank.place.local_world_size,
-            note=_print if rank.place.is_first else _ignore,
+            note=rank.say,
         ),
     )
     assert train_data is not None
@@ -142,23 +150,18 @@ def build_parts(rank: Rank) -> Parts:
         config.data,
         split="heldout",
         seed=config.seed,
-        note=_print if rank.place.is_first else _ignore,
+        note=rank.say,
     )
     for source in (train_data, heldout):
         if isinstance(source, (MapStyleSource, StreamSource)):
             source.pad_with(padding_for(model))
-    return Parts(
-        rank=rank,
+    return Built(
         model=model,
         optimizer=build_optimizer(model, optim=config.optim),
         train_data=train_data,
         heldout=heldout,
         flops_per_token=flops_per_token(model, positions=getattr(train_data, "context", 0)),
     )
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _ignore(_text: str) -> None:
@@ -185,7 +188,7 @@ def _refuse_for_streams(config: RunConfig) -> None:
         )
 
 
-def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: Display | None, spent: Spent) -> Trainer:
+def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spent) -> Trainer:
     """Returns the trainer at the newest checkpoint's position. Collective over all ranks.
 
     Long because it lists the trainer's parts in the order in which each needs the ones before it.
@@ -193,7 +196,6 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
     Args:
         parts: model, optimizer and data.
         callbacks: by the names of their states, in the order of their calls.
-        display: rank 0's; None on the others.
         spent: what the start of this rank was spent on.
     """
     rank = parts.rank
@@ -205,14 +207,14 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
 
     # The state of the newest checkpoint, and the position of the run.
     peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
-    parts.measured = find_measured(parts)
+    parts = replace(parts, measured=find_measured(parts))
     checkpointer = build_checkpointer(parts, callbacks=callbacks, peak_lr=peak_lr)
     for callback in callbacks.values():
         callback.attach(parts)
     position, notes = checkpointer.resume()
     saved_samples = position.samples
     position.samples, num_rollbacks = position_after_rollbacks(rank.run, position, checkpointer.resumption.origin)
-    parts.max_steps = total_steps(
+    max_steps = total_steps(
         config,
         num_samples=len(parts.train_data),
         global_size=rank.plan.global_size,
@@ -221,30 +223,26 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
     batches = build_global_batches(rank, parts.train_data, position)
     if position.step == 0:
         seed_everything(config.seed, data_parallel_rank=rank.layout.data_parallel_index(rank.place.rank))
-    parts.random_stream = rank.layout.random_stream(rank.place.rank, splits_positions=config.parallel.sequence_parallel)
 
-    planned_samples = position.samples_at(
-        parts.max_steps, global_size=rank.plan.global_size, growth=config.batch.growth
-    )
+    planned_samples = position.samples_at(max_steps, global_size=rank.plan.global_size, growth=config.batch.growth)
     if position.step == 0:
         check_schedule(config.optim, total_samples=planned_samples, global_size=rank.plan.global_size)
     schedule = build_schedule(config.optim, peak_lr=peak_lr, total_samples=planned_samples)
-    if checkpointer.resumed_from is not None and position.step < parts.max_steps:
+    if checkpointer.resumed_from is not None and position.step < max_steps:
         next_samples = position.samples_at(
             position.step + 1, global_size=rank.plan.global_size, growth=config.batch.growth
         )
         notes.append(note_on_rate(checkpointer.resumed_from, schedule, next_samples=next_samples) or "")
 
+    is_stream = isinstance(parts.train_data, StreamSource)
+    few = "" if is_stream else note_of_few(len(parts.train_data), global_size=rank.plan.global_size)
+    rank.say(*notes, few)
     recorder = None
-    if display is not None:
-        is_stream = isinstance(parts.train_data, StreamSource)
-        few = "" if is_stream else note_of_few(len(parts.train_data), global_size=rank.plan.global_size)
-        for note in filter(None, [*notes, few]):
-            display.say(note)
-        recorder = build_recorder(parts, display, spent, first_step=position.step)
+    if rank.place.is_first:
+        recorder = build_recorder(parts, spent, first_step=position.step, max_steps=max_steps)
 
     # The data from that position on.
-    split = build_split(rank, is_over=position.step >= parts.max_steps, display=display)
+    split = build_split(rank, is_over=position.step >= max_steps)
     if isinstance(parts.train_data, StreamSource):
         begin_stream(
             rank,
@@ -254,7 +252,6 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
             samples=position.samples,
             saved_samples=saved_samples,
             state=checkpointer.stream_state,
-            display=display,
         )
 
     # What takes and measures steps.
@@ -264,19 +261,19 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
         before_change=checkpointer.saves.buffers.hold_changes,
         loss_scale=position.loss_scale,
     )
-    evaluator = build_evaluator(parts, objective, callbacks, display=display)
+    evaluator = build_evaluator(parts, objective, callbacks)
     health = Health(
         rank,
         batches=batches,
         checkpointer=checkpointer,
         num_rollbacks=num_rollbacks,
-        say=_ignore if display is None else display.say,
     )
-    stops = Stops(rank.run, rank.attempt, rank.stop, spent=None if display is None else spent)
+    stops = Stops(rank, spent=spent if rank.place.is_first else None)
     stops.is_agreed = bool(position.ended)
     to_training(parts.optimizer)
     return Trainer(
         parts=parts,
+        max_steps=max_steps,
         position=position,
         samples=build_samples(rank, parts.train_data, batches, split, start_samples=position.samples),
         stepper=stepper,
@@ -284,7 +281,6 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
         health=health,
         evaluator=evaluator,
         checkpointer=checkpointer,
-        saves=checkpointer.saves,
         stops=stops,
         timing=build_timing(rank, stepper.passes, split),
         recorder=recorder,

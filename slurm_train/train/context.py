@@ -8,8 +8,7 @@ What the function returns is the exit code: None or 0 done, 75 "saved, run me ag
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,16 +36,16 @@ from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import check_gloo_address, open_store
 from slurm_train.distributed.seeds import seed_everything
-from slurm_train.distributed.sequence import SequencePart
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
-from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
+from slurm_train.rundir.heartbeat import limits_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.client import enter
 from slurm_train.session.interface import Session
+from slurm_train.session.rank_run import LONGEST_SUSPENSION_S, RankRun
 from slurm_train.session.signals import StopFlag
 from slurm_train.train.continuity import Measured
+from slurm_train.train.inputs import ModelInputs
 
-_LONGEST_SUSPENSION_S = 7 * 86400.0
 _DETERMINISTIC = {
     # cuBLAS reads it when its first handle is made; without it, deterministic mode raises on a GPU.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -60,50 +59,25 @@ _AUTOCAST = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat
 _FLOAT8_OF_AMD = ("gfx94", "gfx95", "gfx12")
 
 
-@dataclass(slots=True, kw_only=True)
-class Rank:
-    """Who this rank is, which run it belongs to, and where its peers are."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank(RankRun):
+    """What a rank of a training knows besides: the batch arithmetic, where its peers are, and its device."""
 
-    config: RunConfig
-    """The frozen configuration."""
     plan: BatchPlan
     """Batch arithmetic for this world size."""
-    run: RunDirectory
-    """Where everything is kept."""
-    place: RankPlace
-    """Rank, local rank, node rank, world size."""
     point: MeetingPoint
     """Where the ranks of this attempt meet."""
-    attempt: int
-    """Number of the attempt, counted over the run."""
-    stop: StopFlag
-    """Set by the signal handlers, which are installed already."""
-    env: Mapping[str, str]
-    """The process's environment."""
     is_watched: bool = False
     """Whether a supervisor watches the heartbeats, and ends the ranks where they hang."""
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    """What this rank says about its progress."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """This rank's device; chosen by `enter_device`."""
+    """This rank's device; `enter_device` chooses it."""
     precision: str = "float32"
-    """What `train.precision=auto` means on the devices of all ranks; agreed on by `join`."""
-    gathers_half: bool = False
-    """Whether shards are gathered in bfloat16; set by `layout.apply_parallelism`."""
-    casts_shards: bool = False
-    """Whether what goes into shards is cast, too; set by `layout.apply_parallelism` and `layout.keep_float_inputs`."""
-    image_format: torch.memory_format | None = None
-    """How images are laid out on the device, None: as they come; set by `convolutions.tune_convolutions`."""
+    """What `train.precision=auto` means on the devices of all ranks; `join` agrees on it."""
 
     @property
     def layout(self) -> ParallelLayout:
         """Which rank holds what."""
         return solve_layout(self.config.parallel, world_size=self.place.world_size)
-
-    @property
-    def clock(self) -> AwakeClock:
-        """Seconds in which this process ran."""
-        return self.heartbeat.clock
 
     @property
     def compiles(self) -> bool:
@@ -118,17 +92,12 @@ class Rank:
         return _AUTOCAST[self.precision if self.config.train.precision == "auto" else self.config.train.precision]
 
     @property
-    def forward_autocast(self) -> torch.dtype | None:
-        """Type for `torch.autocast` around a forward pass: on top of inputs that are cast it would only cast again."""
-        if self.casts_shards:
-            return None
-        return torch.bfloat16 if self.gathers_half else self.autocast
+    def random_stream(self) -> int:
+        """Number of this rank's random numbers among those of a step.
 
-    @property
-    def sequence_part(self) -> SequencePart | None:
-        """This rank's positions of each sequence; None for all."""
-        layout = self.layout
-        return SequencePart(layout.coordinates(self.place.rank).cp, layout.cp) if layout.cp > 1 else None
+        Ranks that hold the same layers and read the same samples share one.
+        """
+        return self.layout.random_stream(self.place.rank, splits_positions=self.config.parallel.sequence_parallel)
 
     def collective_timeout_s(self, timeout_s: float) -> float:
         """Returns the time-out of collectives: a week where a supervisor's watchdog watches the ranks.
@@ -140,10 +109,10 @@ class Rank:
             timeout_s: without a watchdog.
         """
         has_watchdog = self.is_watched and self.config.trains and limits_of(self.config) is not None
-        return max(timeout_s, _LONGEST_SUSPENSION_S) if has_watchdog else timeout_s
+        return max(timeout_s, LONGEST_SUSPENSION_S) if has_watchdog else timeout_s
 
-    def enter_device(self) -> None:
-        """Sets deterministic kernels and torch's threads, and makes this rank's device the current one.
+    def enter_device(self) -> Rank:
+        """Sets deterministic kernels and torch's threads, and makes a device the current one; returns the rank with it.
 
         The threads are those asked for, else the CPUs that no other rank of the node uses.
         """
@@ -157,13 +126,14 @@ class Rank:
             torch.backends.cudnn.benchmark = False
         share = cpus_of_rank(self.env, ranks_on_node=self.place.local_world_size)
         torch.set_num_threads(max(1, share) if train.threads is None else train.threads)
-        self.device = choose_device(self.place, self.env)
+        device = choose_device(self.place, self.env)
         if train.precision == "fp8":
-            require_float8(self.device)
-        stay_near(self.device, self.env)
+            require_float8(device)
+        stay_near(device, self.env)
+        return replace(self, device=device)
 
-    def join(self) -> None:
-        """Opens the process group. Collective over all ranks.
+    def join(self) -> Rank:
+        """Opens the process group; returns the rank with the agreed precision. Collective over all ranks.
 
         Raises:
             RendezvousError: the ranks do not find each other, or cannot exchange anything; the message names the node
@@ -183,35 +153,39 @@ class Rank:
         )
         self.heartbeat.mark("start")
         self.heartbeat.record = newest_collectives
+        precision = self.precision
         if self.config.train.precision == "auto" and self.device.type == "cuda":
-            self.precision = min(gather(native_precision(self.device)), key=list(_AUTOCAST).index)
+            precision = min(gather(native_precision(self.device)), key=list(_AUTOCAST).index)
         if "SLURM_STEP_ID" in self.env and self.config.preflight.enabled and self.place.world_size > 1:
             exchange_once(self.place, device=self.device, timeout_s=self.config.preflight.collective_timeout_s)
+        return replace(self, precision=precision)
 
 
-@dataclass(slots=True, kw_only=True)
-class Parts:
-    """What one rank computes with."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What a rank has made by itself: a whole model, and the data."""
 
-    rank: Rank
     model: nn.Module
-    """Whole, or since `apply_parallelism` this rank's part of it."""
     optimizer: Optimizer
     train_data: SampleSource
     heldout: SampleSource | None
     flops_per_token: tuple[float, float]
     """Of forward and backward pass of the whole model, as `metrics.flops_per_token` counts them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts(Built):
+    """What one rank of a group computes with: its part of the model, in the run's layout."""
+
+    rank: Rank
+    inputs: ModelInputs
+    """How batches get to the model."""
+    pipeline: Pipeline | None = None
+    """This rank's stages; None where every rank computes all layers."""
     group_names: list[list[str]] | None = None
     """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
     measured: Measured | None = None
-    """What evaluations measure; None where there are none. Known when the process group is open."""
-    max_steps: int = 0
-    """Steps of the whole run; known when it was resumed."""
-    random_stream: int = 0
-    """Number of this rank's random numbers among those of a step; ranks that hold the same layers and read the same
-    samples share one."""
-    pipeline: Pipeline | None = None
-    """This rank's stages; None where every rank computes all layers."""
+    """What evaluations measure; None where there are none."""
 
 
 def native_precision(device: torch.device) -> str:
@@ -285,15 +259,12 @@ def run_task(rank: Rank) -> int:
     """
     config = rank.config
     assert config.task is not None
-    rank.enter_device()
-    rank.join()
+    rank = rank.enter_device().join()
     # Where the supervisor watches for hangs, it acts first, and names them.
     is_guarded = rank.is_watched and config.health.hang_timeout_s is not None
-    use_timeout(_LONGEST_SUSPENSION_S if is_guarded else config.train.steady_timeout_s)
+    use_timeout(LONGEST_SUSPENSION_S if is_guarded else config.train.steady_timeout_s)
     seed_everything(config.seed, data_parallel_rank=rank.place.rank)
-    session = enter(
-        rank.run, config, rank.place, rank.env, attempt=rank.attempt, stop=rank.stop, heartbeat=rank.heartbeat
-    )
+    session = enter(rank)
     context = TaskContext(
         config=config,
         run=rank.run,

@@ -17,19 +17,21 @@ from torch import Tensor, nn
 from slurm_train.data.source import Batch, is_nested, map_tensors
 from slurm_train.models.objective import Objective
 from slurm_train.train.context import Rank
-from slurm_train.train.device_copies import in_format, in_precision
+from slurm_train.train.device_copies import in_format
+from slurm_train.train.inputs import ModelInputs
 from slurm_train.train.preserve import preserved
 
 _NEEDS_CONTIGUOUS = ("view size is not compatible", "expected contiguous", "must be contiguous", "to be contiguous")
 
 
-def tune_convolutions(rank: Rank, objective: Objective, batch: Batch) -> str | None:
+def tune_convolutions(rank: Rank, objective: Objective, batch: Batch, *, inputs: ModelInputs) -> str | None:
     """Chooses how the convolutions of a model are computed on a GPU; returns a note for the user, if there is one.
 
     Args:
-        rank: this rank; its `image_format` is set.
+        rank: this rank.
         objective: the loss around the model.
         batch: some samples, on the device.
+        inputs: gets the images' format.
     """
     if rank.config.train.deterministic or rank.device.type == "cpu" or not has_convolutions(objective.model):
         return None
@@ -41,7 +43,7 @@ def tune_convolutions(rank: Rank, objective: Objective, batch: Batch) -> str | N
         return None
     obstacle = obstacle_to_channels_last(objective, batch, autocast=rank.autocast)
     if obstacle is None:
-        rank.image_format = torch.channels_last
+        inputs.image_format = torch.channels_last
         # Weights of one channel or pixel are the same in both formats, and their gradients get the images' strides. DDP
         # copies them as other gradients, but warns.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
@@ -82,7 +84,7 @@ def obstacle_to_channels_last(objective: Objective, batch: Batch, *, autocast: t
     try:
         # Not compiled, since the graphs would serve this trial only. `backward` would make DDP exchange gradients.
         with preserved(objective.model), torch.compiler.set_stance("force_eager"):
-            with in_precision(parameters[0].device, autocast):
+            with torch.autocast(parameters[0].device.type, dtype=autocast, enabled=autocast is not None):
                 loss, _ = objective(images)
             torch.autograd.grad(loss, parameters, allow_unused=True)
     except Exception as err:

@@ -1,10 +1,8 @@
-"""Micro-batches on their way to the device, and the precision of what is computed there."""
+"""Micro-batches on their way to the device."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,15 +48,13 @@ class DeviceCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.image_format: torch.memory_format | None = None
-        """How images are laid out; None: as they come."""
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
 
-    def __call__(self, batch: Batch) -> Batch:
-        """Returns copies; what is launched from now on waits for them, and the host does not."""
+    def copy(self, batch: Batch, *, image_format: torch.memory_format | None = None) -> Batch:
+        """Returns copies, images in this format; what is launched from now on waits for them, and the host does not."""
         with torch.cuda.stream(self._stream):
-            copies = to_device(batch, self._device, image_format=self.image_format)
+            copies = to_device(batch, self._device, image_format=image_format)
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
 
@@ -92,11 +88,6 @@ def in_format(batch: Batch, image_format: torch.memory_format) -> Batch:
         return tensor.to(memory_format=image_format) if is_image else tensor
 
     return map_tensors(lay_out, batch)
-
-
-def in_precision(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context of a forward pass's precision."""
-    return torch.autocast(device.type, dtype=autocast, enabled=autocast is not None)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from slurm_train.checkpoint.load import saved_weights, weights_digest
 from slurm_train.data.stream import StreamSource
-from slurm_train.metrics import Display
 from slurm_train.rundir.attempts import publish_result
 from slurm_train.rundir.paths import list_checkpoints, name_of
 from slurm_train.rundir.sweep import sweep_of
@@ -18,29 +17,30 @@ from slurm_train.train.texts import say_text
 from slurm_train.train.trainer import Trainer
 
 
-def end_training(trainer: Trainer, parts: Parts, display: Display | None, *, finished: bool) -> None:
+def end_training(trainer: Trainer, *, finished: bool) -> None:
     """Writes the result and says how the run ended; on rank 0. Collective where ranks hold parts of the weights."""
+    parts = trainer.parts
     rank = parts.rank
-    is_whole = parts.rank.layout.is_replicated
+    is_whole = rank.layout.is_replicated
     # Of what is sharded every rank gives its part; a digest of a replica is rank 0's own business.
-    takes_part = finished and (display is not None or not is_whole)
+    takes_part = finished and (rank.place.is_first or not is_whole)
     digest = _digest_weights(parts, step=trainer.position.step) if takes_part else ""
-    if display is None:
+    if not rank.place.is_first:
         return
     if not finished:
-        say_stopped(display.say, trainer)
+        say_stopped(trainer)
         return
     position = trainer.position
     facts = {"step": position.step, "samples": position.samples, "loss": position.loss, **trainer.measures}
     early = {"ended_early": position.ended} if position.ended else {}
     write_result(rank, {**facts, "weights_digest": digest, **early})
     if isinstance(parts.train_data, StreamSource) and parts.train_data.num_short:
-        display.say(f"{parts.train_data.num_short} micro-batches of rank 0 were shorter: the last ones of a pass")
+        rank.say(f"{parts.train_data.num_short} micro-batches of rank 0 were shorter: the last ones of a pass")
     if trainer.stepper.passes.num_cut:
-        display.say(f"{trainer.stepper.passes.num_cut} samples of rank 0 were cut to the model's positions")
-    say_finished(display.say, trainer, has_heldout=parts.heldout is not None)
+        rank.say(f"{trainer.stepper.passes.num_cut} samples of rank 0 were cut to the model's positions")
+    say_finished(trainer, has_heldout=parts.heldout is not None)
     say_text(
-        display.say,
+        rank.say,
         parts.model,
         train=parts.train_data,
         heldout=parts.heldout,
@@ -71,8 +71,9 @@ def write_result(rank: Rank, values: Mapping[str, Any]) -> None:
     publish_result(rank.run, rank.attempt, {**values, **facts})
 
 
-def say_finished(say: Callable[[str], None], trainer: Trainer, *, has_heldout: bool) -> None:
+def say_finished(trainer: Trainer, *, has_heldout: bool) -> None:
     """Prints the held-out numbers, where everything is, and what to do next."""
+    say = trainer.rank.say
     nothing = "nothing was evaluated"
     if not has_heldout:
         nothing += ", the data have no held-out samples (set data.heldout, or take a `split`)"
@@ -88,8 +89,9 @@ def say_finished(say: Callable[[str], None], trainer: Trainer, *, has_heldout: b
     say("      to repeat with another seed: the same words with seed=N or run.name=NAME")
 
 
-def say_stopped(say: Callable[[str], None], trainer: Trainer) -> None:
+def say_stopped(trainer: Trainer) -> None:
     """Prints where the run stopped and how it goes on."""
+    say = trainer.rank.say
     config = trainer.rank.config
     resume = f"python -m slurm_train resume {trainer.rank.run.run_id}"
     if trainer.stops.not_saved:

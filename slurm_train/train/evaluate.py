@@ -30,15 +30,13 @@ from slurm_train.data.source import SampleSource, is_nested, lengths_of, map_ten
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import mix, seed_streams, stream_positions
 from slurm_train.errors import ConfigError
-from slurm_train.metrics import Display
 from slurm_train.models.objective import Objective, labels_in
 from slurm_train.session.signals import StopFlag
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.callbacks import Callback, Monitor
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.continuity import Measured
-from slurm_train.train.device_copies import in_precision, to_device
-from slurm_train.train.layout import keep_float_inputs
+from slurm_train.train.inputs import ModelInputs
 from slurm_train.train.preserve import modes_kept, preserved
 
 _MOST_NUMBERS = 1024
@@ -55,10 +53,10 @@ class Evaluator:
     rank: Rank
     objective: Objective
     source: SampleSource
+    inputs: ModelInputs
+    """How batches get to the model."""
     pipeline: Pipeline | None = None
     """This rank's stages; None where every rank computes all layers."""
-    display: Display | None = None
-    """Shows an evaluation that takes long; None on all ranks but the first."""
     _draws: bool | None = field(default=None, init=False)
     """Whether evaluations draw random numbers; None before the first one."""
     _own: list[Any] = field(default_factory=list, init=False)
@@ -99,14 +97,13 @@ class Evaluator:
         start_s = self.rank.clock()
         for num_done, (first, batch, counts) in enumerate(self._all_batches()):
             self.rank.heartbeat.mark("evaluate")
-            if self.display is not None:
-                self.display.show_evaluation(num_done, self._num_batches(), elapsed_s=self.rank.clock() - start_s)
+            self.rank.display.show_evaluation(num_done, self._num_batches(), elapsed_s=self.rank.clock() - start_s)
             is_stopping = bool(stop.requested) if is_whole else _is_any_requested(stop)
             if is_stopping:
                 return None
             own_part = self._on_device(batch)
             self._seed(first)
-            with in_precision(self.rank.device, self.rank.forward_autocast):
+            with self.inputs.in_precision():
                 sums = self._sums_of(own_part)
             if not counts:
                 continue
@@ -140,7 +137,7 @@ class Evaluator:
         before = (stream_positions(), positions_of(self._own))
         # A model may count its batches.
         with preserved(self.objective.model):
-            with in_precision(self.rank.device, self.rank.forward_autocast):
+            with self.inputs.in_precision():
                 self._sums_of(batch)
             is_moved = (stream_positions(), positions_of(self._own)) != before
         return is_moved or (collates_at_random is not None and collates_at_random(numbers))
@@ -148,12 +145,10 @@ class Evaluator:
     def _seed(self, first: int) -> None:
         """Seeds all random generators for the batch that begins with this sample.
 
-        Ranks that compute the same layers of the same positions draw the same, see `ParallelLayout.random_stream`.
+        Ranks that compute the same layers of the same positions draw the same.
         """
-        layout = self.rank.layout
-        splits_positions = self.rank.config.parallel.sequence_parallel
-        stream = layout.random_stream(self.rank.place.rank, splits_positions=splits_positions)
-        seed = mix(self.rank.config.seed, first, stream // layout.data_parallel_size, _STREAM)
+        stream = self.rank.random_stream // self.rank.layout.data_parallel_size
+        seed = mix(self.rank.config.seed, first, stream, _STREAM)
         seed_streams(seed)
         seed_each(self._own, seed)
 
@@ -170,7 +165,7 @@ class Evaluator:
         with preserved(self.objective.model), modes_kept(self.objective), torch.no_grad():
             self.objective.eval()
             self._look_at_scores(samples)
-            with in_precision(self.rank.device, self.rank.forward_autocast):
+            with self.inputs.in_precision():
                 sums = _as_numbers(self._sums_of(batch))
         of_ranks = gather(sums)
         for of_rank in of_ranks:
@@ -192,26 +187,22 @@ class Evaluator:
         batch = self._on_device(sample)
         with preserved(self.objective.model), modes_kept(self.objective), torch.no_grad():
             self.objective.eval()
-            with in_precision(self.rank.device, self.rank.forward_autocast):
+            with self.inputs.in_precision():
                 return self.objective.gives_held_out_loss(batch)
 
     def _look_at_scores(self, batch: Any) -> None:
         """Checks held-out labels and scores, as the first step checks its own; prints a line if they are odd."""
-        is_cut = self.pipeline is not None or self.rank.sequence_part is not None
+        is_cut = self.pipeline is not None or self.inputs.sequence_part is not None
         if is_cut or is_nested(batch) or hasattr(self.objective.model, "evaluation_sums"):
             return
         samples = self._on_device(map_tensors(lambda tensor: tensor[:2], batch))
-        with in_precision(self.rank.device, self.rank.forward_autocast):
-            note = self.objective.look_at_scores(samples, labels_in(batch))
-        if note is not None and self.display is not None:
-            self.display.say(note)
+        with self.inputs.in_precision():
+            self.rank.say(self.objective.look_at_scores(samples, labels_in(batch)))
 
     def _on_device(self, batch: Any) -> Any:
         """Returns this rank's part of a batch on the device; the shards get float inputs as they are."""
-        keep_float_inputs(self.rank, self.objective.model, batch)
-        part = self.rank.sequence_part
-        own_part = batch if part is None else part.cut(batch)
-        return to_device(own_part, self.rank.device, image_format=self.rank.image_format)
+        self.inputs.keep_floats(self.objective.model, batch)
+        return self.inputs.on_device(batch)
 
     def _sums_of(self, batch: Any) -> dict[str, Tensor]:
         """Returns the sums of one batch, {} on all stages but the last."""
@@ -335,9 +326,12 @@ def _is_any_requested(stop: StopFlag) -> bool:
     return bool(requested.item())
 
 
-def build_evaluator(
-    parts: Parts, objective: Objective, callbacks: Mapping[str, Callback], *, display: Display | None
-) -> Evaluator | None:
+def evaluator_of(parts: Parts, objective: Objective, source: SampleSource) -> Evaluator:
+    """Returns what measures the parts of a model on some samples."""
+    return Evaluator(rank=parts.rank, objective=objective, source=source, inputs=parts.inputs, pipeline=parts.pipeline)
+
+
+def build_evaluator(parts: Parts, objective: Objective, callbacks: Mapping[str, Callback]) -> Evaluator | None:
     """Returns the evaluator; None without held-out samples, or where the model has no loss of them. Collective.
 
     Raises:
@@ -345,21 +339,14 @@ def build_evaluator(
     """
     evaluator = None
     if parts.heldout is not None and parts.rank.config.train.evaluate:
-        evaluator = Evaluator(
-            rank=parts.rank,
-            objective=objective,
-            source=parts.heldout,
-            pipeline=parts.pipeline,
-            display=display,
-        )
+        evaluator = evaluator_of(parts, objective, parts.heldout)
     check_measures(parts, callbacks, evaluator)
     if evaluator is None or evaluator.gives_loss():
         return evaluator
-    if display is not None:
-        display.say(
-            f"{type(parts.model).__name__} gives predictions and no loss in evaluation mode: held-out samples are "
-            "not evaluated (define evaluation_sums(batch) on the model)"
-        )
+    parts.rank.say(
+        f"{type(parts.model).__name__} gives predictions and no loss in evaluation mode: held-out samples are "
+        "not evaluated (define evaluation_sums(batch) on the model)"
+    )
     return None
 
 

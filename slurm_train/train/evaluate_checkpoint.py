@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,13 @@ from slurm_train.checkpoint.verify import read_manifest, share_of, verify
 from slurm_train.config.schema import measured_average
 from slurm_train.distributed.group import shutdown
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, DataError
-from slurm_train.metrics import Display
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.events import is_same_data
 from slurm_train.rundir.paths import find_save
-from slurm_train.train.build import build_parts, join
-from slurm_train.train.compilation import require_compiler
+from slurm_train.train.build import build_alone, join
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ending import write_result
-from slurm_train.train.evaluate import Evaluator
-from slurm_train.train.layout import apply_parallelism
+from slurm_train.train.evaluate import evaluator_of
 from slurm_train.train.metrics import format_measures
 from slurm_train.train.optimizer import averages_itself
 from slurm_train.train.texts import continue_texts
@@ -56,18 +52,15 @@ def evaluate_checkpoint(rank: Rank) -> int:
         CheckpointError: the checkpoint does not verify, or belongs to another user.
         RunError: its weights do not fit the model.
     """
-    rank.enter_device()
-    require_compiler(rank)
-    parts = build_parts(rank)
-    join(rank)
-    apply_parallelism(parts)
+    parts = join(*build_alone(rank))[0]
+    rank = parts.rank
     texts_wanted = rank.config.train.generate
     if texts_wanted is None:
         require_same_samples(parts)
     path, manifest = load_weights(parts, Path(str(rank.config.train.evaluate_from)))
     values: dict[str, Any] | None
     if texts_wanted is not None:
-        texts = continue_texts(rank, parts.model, **texts_wanted)
+        texts = continue_texts(parts, **texts_wanted)
         values = {"texts": texts}
         summary = f"{len(texts)} texts"
     else:
@@ -76,7 +69,7 @@ def evaluate_checkpoint(rank: Rank) -> int:
     if values is not None and rank.place.is_first:
         facts = {"step": manifest.step, "samples": manifest.samples, **values, "checkpoint": str(path)}
         write_result(rank, facts)
-        print(f"step {manifest.step}: {summary}", file=sys.stderr, flush=True)
+        rank.say(f"step {manifest.step}: {summary}")
     shutdown()
     return EXIT_REQUEUE if values is None else EXIT_DONE
 
@@ -101,14 +94,7 @@ def require_same_samples(parts: Parts) -> None:
 def measure(parts: Parts) -> dict[str, float] | None:
     """Returns the measures of the model as it is now, None where a rank was asked to stop. Collective."""
     assert parts.heldout is not None
-    evaluator = Evaluator(
-        rank=parts.rank,
-        objective=Objective(parts.model),
-        source=parts.heldout,
-        pipeline=parts.pipeline,
-        display=Display(sys.stderr, max_steps=0) if parts.rank.place.is_first else None,
-    )
-    return evaluator.evaluate()
+    return evaluator_of(parts, Objective(parts.model), parts.heldout).evaluate()
 
 
 def load_weights(parts: Parts, save: Path) -> tuple[Path, Manifest]:

@@ -7,7 +7,6 @@ alone (`status.following`): killed at any moment, it goes on where it was.
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +23,10 @@ from slurm_train.rundir.pins import release_pins
 from slurm_train.rundir.scores import Score, named
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.following import Follower, Waiting, summary_of
-from slurm_train.train.build import build_parts, join
-from slurm_train.train.compilation import require_compiler
+from slurm_train.train.build import build_alone, join
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.ending import write_result
 from slurm_train.train.evaluate_checkpoint import load_weights, measure, require_same_samples
-from slurm_train.train.layout import apply_parallelism
 from slurm_train.train.metrics import format_measures
 
 _LOOK_S = 0.5
@@ -46,11 +43,8 @@ def follow_checkpoints(rank: Rank) -> int:
         DataError: there are no held-out samples, or other ones than when this was asked for.
         RunError: the weights do not fit the model, or a newer attempt of the evaluator has taken over.
     """
-    rank.enter_device()
-    require_compiler(rank)
-    parts = build_parts(rank)
-    join(rank)
-    apply_parallelism(parts)
+    parts = join(*build_alone(rank))[0]
+    rank = parts.rank
     require_same_samples(parts)
     group = dist.group.WORLD
     name = rank.config.train.follow or ""
@@ -127,7 +121,7 @@ class _First:
             return _Look(is_over=True)
         if self._says_waiting:
             self._says_waiting = False
-            _say(f"waits for the next checkpoint of {self._follower.run.path}")
+            rank.say(f"waits for the next checkpoint of {self._follower.run.path}")
         end_s = time.monotonic() + self._pause_s
         while time.monotonic() < end_s and not rank.stop.requested:
             time.sleep(0.05)
@@ -138,7 +132,7 @@ class _First:
         """Writes the line of a score."""
         self._follower.record(score)
         numbers = {name: value for name, value in score.values.items() if value is not None}
-        _say(f"step {score.step}: {score.problem or format_measures(numbers) or 'no finite number'}")
+        self._rank.say(f"step {score.step}: {score.problem or format_measures(numbers) or 'no finite number'}")
 
     def finish(self) -> None:
         """Writes the result, and lets go of what was kept."""
@@ -150,8 +144,4 @@ class _First:
         write_result(self._rank, facts)
         release_pins(self._rank.run)
         discard_kept(self._follower.run, SlurmCommands(self._rank.env))
-        _say(f"the run is over, and {len(scores)} of its checkpoints are done: {summary.words}")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        self._rank.say(f"the run is over, and {len(scores)} of its checkpoints are done: {summary.words}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.checkpoint.state import local_part
 from slurm_train.data.batches import GlobalBatches
 from slurm_train.errors import SlurmTrainError
-from slurm_train.rundir.events import append_event, read_events
+from slurm_train.rundir.events import read_events
 from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.checkpointer import Checkpointer
@@ -50,7 +50,6 @@ class Health:
         batches: the global batches of the run.
         checkpointer: restores the checkpoint of a rollback.
         num_rollbacks: rollbacks of this run so far.
-        say: prints a line on rank 0; does nothing on other ranks.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class Health:
         batches: GlobalBatches,
         checkpointer: Checkpointer,
         num_rollbacks: int,
-        say: Callable[[str], None],
     ) -> None:
         self.bad_step: int | None = None
         """A step before which the run has to go back, with `roll_back`; None where no step has to."""
@@ -71,7 +69,6 @@ class Health:
         self._batches = batches
         self._checkpointer = checkpointer
         self._num_rollbacks = num_rollbacks
-        self._say = say
         self._compared_step = 0
         self._empty_steps: deque[bool] = deque(maxlen=_EMPTY_WINDOW)
 
@@ -94,7 +91,7 @@ class Health:
         if self._is_empty(result, position):
             return
         if result.overflowed:
-            self._say(
+            self._rank.say(
                 f"step {result.facts.step} is not applied: its float16 gradients overflow; the loss scale is halved"
             )
             return
@@ -154,8 +151,6 @@ class Health:
                 hint="look at events@*.jsonl in the run directory; health.max_rollbacks allows more",
             )
         self._num_rollbacks += 1
-        run = self._rank.run
-        attempt = self._rank.attempt
         group = dist.group.WORLD
         # A save under way may be of a step that is discarded below.
         self._checkpointer.saves.finish()
@@ -174,10 +169,9 @@ class Health:
             "saved_in": origin.saved_in,
             "parent": origin.parent,
         }
-        on_rank_zero(group, lambda: append_event(run, "rollback", attempt=attempt, step=bad_step, **facts))
+        on_rank_zero(group, lambda: self._rank.append_event("rollback", step=bad_step, **facts))
         span = f"samples {position.samples} to {samples}"
-        for line in (f"step {bad_step}: back to step {position.step}; {span} are passed over", *notes):
-            self._say(line)
+        self._rank.say(f"step {bad_step}: back to step {position.step}; {span} are passed over", *notes)
         position.samples = samples
         return position
 
@@ -201,10 +195,8 @@ class Health:
     def _write(self, result: StepResult, kind: str, action: str) -> None:
         facts = result.facts
         first = facts.samples - facts.size
-        append_event(
-            self._rank.run,
+        self._rank.append_event(
             kind,
-            attempt=self._rank.attempt,
             action=action,
             step=facts.step,
             samples=[first, facts.samples],
@@ -215,9 +207,11 @@ class Health:
             lr=facts.lr,
         )
         if kind == "no_items":
-            self._say(f"step {facts.step}: no item counts, so nothing is learned; samples {first} to {facts.samples}")
+            self._rank.say(
+                f"step {facts.step}: no item counts, so nothing is learned; samples {first} to {facts.samples}"
+            )
             return
-        self._say(
+        self._rank.say(
             f"step {facts.step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g} "
             f"({kind.replace('_', '-')}); {action}; samples {first} to {facts.samples}"
         )

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import Optimizer
 
 from slurm_train.checkpoint.state import names_of_groups
 from slurm_train.config.parallel import gathers_float8, stages_of
-from slurm_train.data.source import Batch, is_nested, map_tensors
 from slurm_train.distributed.float8 import to_float8
 from slurm_train.distributed.group import use_timeout
 from slurm_train.distributed.parallelize import (
@@ -22,85 +22,82 @@ from slurm_train.distributed.parallelize import (
     gathers_in_bfloat16,
     has_own_loss,
     is_deep,
-    leave_inputs,
     parallelize,
     prepare_blocks,
     require_blocks,
     units,
 )
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, require_gloo_pipelines, split_stages
+from slurm_train.distributed.sequence import SequencePart
 from slurm_train.errors import ConfigError, SlurmTrainError
 from slurm_train.models.failures import call_in, cause_in_batch
 from slurm_train.models.first_weights import fill, first_values
-from slurm_train.models.own_loss import LABELS
-from slurm_train.train.context import Parts, Rank, gather
+from slurm_train.train.context import Built, Parts, Rank, gather
+from slurm_train.train.inputs import ModelInputs
 from slurm_train.train.optimizer import begin_state, build_optimizer, can_call_kernel
 
 
-def apply_parallelism(parts: Parts) -> None:
-    """Replaces model and optimizer by this rank's part of them, with first weights. Collective over all ranks.
+def apply_parallelism(rank: Rank, built: Built) -> Parts:
+    """Returns this rank's part of model and optimizer, with first weights. Collective over all ranks.
 
     Args:
-        parts: a whole model, which is changed in place, and its optimizer, which is replaced.
+        rank: has joined the others.
+        built: the whole model, which is changed in place.
 
     Raises:
         ConfigError: the model has no plan for the layout, or the layout does not suit it.
     """
-    require_blocks(parts.model, settings=parts.rank.config.parallel)
-    if parts.rank.config.train.precision == "fp8":
-        to_float8(parts.model, blocks=units(parts.model), tp=parts.rank.layout.tp)
-    if parts.rank.layout.is_replicated:
-        _prepare_replica(parts)
-    else:
-        _prepare_shards(parts)
+    require_blocks(built.model, settings=rank.config.parallel)
+    if rank.config.train.precision == "fp8":
+        to_float8(built.model, blocks=units(built.model), tp=rank.layout.tp)
+    return _prepare_replica(rank, built) if rank.layout.is_replicated else _prepare_shards(rank, built)
 
 
-def _prepare_replica(parts: Parts) -> None:
+def _prepare_replica(rank: Rank, built: Built) -> Parts:
     """Gives a whole model its weights, and prepares its blocks to be compiled or recomputed where configured."""
-    rank = parts.rank
-    model = parts.model
+    model = built.model
     config = rank.config
     fill([model], first_values(model), device=rank.device, progress=partial(rank.heartbeat.mark, "start"))
     # Built again: whether the update is fused depends on the device.
-    parts.optimizer = build_optimizer(model, optim=config.optim)
+    optimizer = build_optimizer(model, optim=config.optim)
     by_blocks = rank.compiles and is_deep(model)
     if by_blocks or config.parallel.activation_checkpointing != "none":
         prepare_blocks(model, settings=config.parallel, compiles=by_blocks)
     if config.ddp.find_unused_parameters:
         # A checkpoint needs the optimizer's state of every parameter, also of one that was never used.
-        if not can_call_kernel(parts.optimizer):
-            name = type(parts.optimizer).__name__
+        if not can_call_kernel(optimizer):
+            name = type(optimizer).__name__
             raise ConfigError(
                 f"ddp.find_unused_parameters was asked, but {name} has no state for unused parameters",
                 hint="use optim=adamw, or optim=sgd with parameters in float32",
             )
-        begin_state(parts.optimizer)
+        begin_state(optimizer)
+    return _parts_of(rank, built, optimizer, inputs=build_inputs(rank))
 
 
-def _prepare_shards(parts: Parts) -> None:
+def _prepare_shards(rank: Rank, built: Built) -> Parts:
     """Cuts the model into the parts of the layout, and gives this rank's part its weights."""
-    rank = parts.rank
-    model = parts.model
+    model = built.model
     config = rank.config
     layout = rank.layout
     values = first_values(model)
     mesh = build_mesh(layout, device=rank.device)
     gathers_half = gathers_in_bfloat16(model, layout=layout, settings=config.parallel, autocast=rank.autocast)
-    rank.gathers_half = gathers_half
-    rank.casts_shards = gathers_half and not has_own_loss(model)
+    inputs = build_inputs(rank, gathers_half=gathers_half, casts_shards=gathers_half and not has_own_loss(model))
     settings = replace(config.parallel, gather_dtype="bfloat16" if gathers_half else "float32")
     roots = [model]
+    group_names = pipeline = None
     if layout.pp > 1:
         require_gloo_pipelines(rank.device)
-        parts.group_names = names_of_groups(model, parts.optimizer)
+        group_names = names_of_groups(model, built.optimizer)
         place = layout.coordinates(rank.place.rank).pp
         num_stages = layout.pp * settings.stages_per_rank
         stages = stages_of(place, num_ranks=layout.pp, per_rank=settings.stages_per_rank)
         keep_stages(model, stages=stages, num_stages=num_stages)
-        _require_trained_stages(parts)
+        _require_trained_stages(rank, model)
         roots = split_stages(model, stages=stages, num_stages=num_stages)
         group = mesh["pp"].get_group()
-        parts.pipeline = Pipeline(parts=roots, place=place, num_ranks=layout.pp, device=rank.device, group=group)
+        pipeline = Pipeline(parts=roots, place=place, num_ranks=layout.pp, device=rank.device, group=group)
     parallelize(
         model,
         layout=layout,
@@ -120,45 +117,40 @@ def _prepare_shards(parts: Parts) -> None:
     )
     use_timeout(rank.collective_timeout_s(config.train.start_timeout_s))
     # Sharding has replaced the parameters.
-    parts.optimizer = build_optimizer(model, optim=config.optim)
-    if can_call_kernel(parts.optimizer):
-        begin_state(parts.optimizer)
+    optimizer = build_optimizer(model, optim=config.optim)
+    if can_call_kernel(optimizer):
+        begin_state(optimizer)
+    return _parts_of(rank, built, optimizer, inputs=inputs, group_names=group_names, pipeline=pipeline)
 
 
-def keep_float_inputs(rank: Rank, model: nn.Module, batch: Batch) -> None:
-    """Has shards in bfloat16 compute with autocast, and without a cast of inputs, where a batch has float inputs.
+def _parts_of(rank: Rank, built: Built, optimizer: Optimizer, *, inputs: ModelInputs, **of_pipeline: Any) -> Parts:
+    return Parts(
+        rank=rank,
+        model=built.model,
+        optimizer=optimizer,
+        train_data=built.train_data,
+        heldout=built.heldout,
+        flops_per_token=built.flops_per_token,
+        inputs=inputs,
+        **of_pipeline,
+    )
 
-    To be called before the first forward pass of a training or an evaluation, on all ranks alike. A clock or a
-    coordinate would be rounded (526 to 528) that whole replicas see as it is. Models of whole numbers, texts, compute
-    in bfloat16 throughout, which takes less memory than autocast. The stages of a pipeline go on to cast what they get,
-    and so does a model of float64, which autocast leaves alone.
 
-    Args:
-        rank: this rank; `casts_shards` is set.
-        model: this rank's part.
-        batch: (inputs, ...), or tensors by name.
-    """
-    if not rank.gathers_half or rank.layout.pp > 1:
-        return
-    # Targets beside the inputs do not go into the model, and a loss of its own takes a batch of names apart itself.
-    is_apart = has_own_loss(model)
-    inputs: Any = batch[:1] if isinstance(batch, tuple) else batch
-    if isinstance(batch, dict) and is_apart:
-        inputs = {name: part for name, part in batch.items() if name != LABELS}
-    are_floats: list[bool] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        are_floats.append(tensor.is_floating_point() and tensor.dtype != torch.float64)
-        return tensor
-
-    map_tensors(look, batch if is_nested(batch) else inputs)
-    if any(are_floats):
-        leave_inputs(model)
-        rank.casts_shards = False
+def build_inputs(rank: Rank, *, gathers_half: bool = False, casts_shards: bool = False) -> ModelInputs:
+    """Returns the way of batches to this rank's model."""
+    layout = rank.layout
+    return ModelInputs(
+        rank.device,
+        autocast=rank.autocast,
+        sequence_part=SequencePart(layout.coordinates(rank.place.rank).cp, layout.cp) if layout.cp > 1 else None,
+        gathers_half=gathers_half,
+        casts_shards=casts_shards,
+        is_stage=layout.pp > 1,
+    )
 
 
 @contextmanager
-def failures_explained(rank: Rank) -> Iterator[None]:
+def failures_explained(parts: Parts) -> Iterator[None]:
     """Says how a model was called that raises, and what to do where its shards are cast and it computes otherwise.
 
     Raises:
@@ -175,9 +167,9 @@ def failures_explained(rank: Rank) -> Iterator[None]:
         cause = cause_in_batch(err)
         if cause is not None:
             raise cause from err
-        if isinstance(err, RuntimeError) and rank.casts_shards and "BFloat16" in str(err):
+        if isinstance(err, RuntimeError) and parts.inputs.casts_shards and "BFloat16" in str(err):
             remedies = "cast it to the type of the inputs, buffer.to(x.dtype)"
-            if rank.config.train.param_dtype != "bfloat16":
+            if parts.rank.config.train.param_dtype != "bfloat16":
                 remedies += "; or set parallel.gather_dtype=float32"
             # The traceback that follows has the line of the model.
             print(
@@ -188,18 +180,18 @@ def failures_explained(rank: Rank) -> Iterator[None]:
         raise
 
 
-def _require_trained_stages(parts: Parts) -> None:
+def _require_trained_stages(rank: Rank, model: nn.Module) -> None:
     """Checks that each rank of a pipeline has trained parameters, once the model is cut. Collective over all ranks.
 
     Raises:
         ConfigError: on all ranks: the parameters of some ranks are all frozen.
     """
-    layout = parts.rank.layout
-    trains = gather(any(parameter.requires_grad for parameter in parts.model.parameters()))
-    frozen = sorted({layout.coordinates(rank).pp for rank, is_trained in enumerate(trains) if not is_trained})
+    layout = rank.layout
+    trains = gather(any(parameter.requires_grad for parameter in model.parameters()))
+    frozen = sorted({layout.coordinates(number).pp for number, is_trained in enumerate(trains) if not is_trained})
     if frozen:
         raise ConfigError(
-            f"parallel.pp={layout.pp} was asked, and {type(parts.model).__name__} has nothing to train on rank "
+            f"parallel.pp={layout.pp} was asked, and {type(model).__name__} has nothing to train on rank "
             f"{', '.join(map(str, frozen))} of the pipeline, whose parameters are all frozen",
             hint="choose a smaller parallel.pp, so that each rank has a part that is trained, or parallel.dp_shard, "
             "which spreads frozen parameters, too",

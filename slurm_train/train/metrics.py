@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from slurm_train.data.source import SampleSource
-from slurm_train.metrics import Display, MetricsWriter
-from slurm_train.rundir.events import append_event
+from slurm_train.metrics import MetricsWriter
 from slurm_train.rundir.heartbeat import AwakeClock
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.context import Parts, Rank
@@ -59,7 +58,6 @@ class Recorder:
 
     Args:
         rank: this rank.
-        display: the progress bar or lines on stderr.
         source: the training samples.
         spent: what this attempt's time was spent on so far; changed here.
         flops_per_token: floating-point operations, see `flops_per_token`; used where samples are text.
@@ -71,14 +69,13 @@ class Recorder:
         self,
         rank: Rank,
         *,
-        display: Display,
         source: SampleSource,
         spent: Spent,
         flops_per_token: tuple[float, float],
         max_steps: int | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self.display = display
+        self._display = rank.display
         self.spent = spent
         self._length = {} if max_steps is None else {"max_steps": max_steps}
         self._writer = MetricsWriter(rank.run.metrics)
@@ -110,7 +107,7 @@ class Recorder:
             self._shown = (now, result.facts.step)
             self._start_up_s = now - self._window_start
             self._start_up_items = self._window_items
-        elif now >= self.display.due_s:
+        elif now >= self._display.due_s:
             self._show(result, now, *self._shown)
 
     def write(self, result: StepResult, *, items: int, data_wait_s: float, digest: int | None) -> None:
@@ -193,7 +190,7 @@ class Recorder:
         """Closes the display at the newest step and makes the lines durable."""
         if self._newest is not None and self._shown is not None and self._newest.facts.step > self._shown[1]:
             self._show(self._newest, self._clock(), *self._shown)
-        self.display.close()
+        self._display.close()
         self._writer.close()
         self._keep_account()
 
@@ -216,24 +213,23 @@ class Recorder:
         step = result.facts.step
         step_time_s = max(now - since, 1e-9) / max(step - step_then, 1)
         rate = self._items_of(result) / step_time_s
-        self.display.show(step, loss=result.loss, rate=rate, unit=self._unit, step_time_s=step_time_s)
+        self._display.show(step, loss=result.loss, rate=rate, unit=self._unit, step_time_s=step_time_s)
         self._shown = (now, step)
 
 
-def build_recorder(parts: Parts, display: Display, spent: Spent, *, first_step: int) -> Recorder:
+def build_recorder(parts: Parts, spent: Spent, *, first_step: int, max_steps: int) -> Recorder:
     """Returns the recorder of this attempt. Rank 0 only."""
     rank = parts.rank
     spent.first_step = first_step
-    display.max_steps = parts.max_steps
+    rank.display.begin(max_steps=max_steps)
     if rank.layout.is_replicated:
         _write_sent_bytes(rank, parts.model)
     return Recorder(
         rank,
-        display=display,
         source=parts.train_data,
         spent=spent,
         flops_per_token=parts.flops_per_token,
-        max_steps=None if rank.config.train.max_epochs is None else parts.max_steps,
+        max_steps=None if rank.config.train.max_epochs is None else max_steps,
     )
 
 
@@ -248,7 +244,7 @@ def _write_sent_bytes(rank: Rank, model: nn.Module) -> None:
     }
     # An error of the file system costs this figure and must not end the run.
     with contextlib.suppress(OSError):
-        append_event(rank.run, "exchange", attempt=rank.attempt, **facts)
+        rank.append_event("exchange", **facts)
 
 
 class GpuReader:

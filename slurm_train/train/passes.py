@@ -15,7 +15,6 @@ import contextlib
 import functools
 import inspect
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,8 +40,8 @@ from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.convolutions import tune_convolutions
 from slurm_train.train.ddp import COUNT, LOSS, NON_FINITE, SQUARES, STOP, TrainingModule, build_ddp, send_bfloat16
-from slurm_train.train.device_copies import DeviceCopies, in_precision, to_device
-from slurm_train.train.layout import keep_float_inputs
+from slurm_train.train.device_copies import DeviceCopies, to_device
+from slurm_train.train.inputs import ModelInputs
 from slurm_train.train.preserve import preserved
 from slurm_train.train.samples import note_of_batch_norms
 
@@ -59,14 +58,15 @@ class Passes:
 
     Args:
         rank: this rank.
-        objective: the loss around its model.
+        inputs: how batches get to its model.
+        objective: the loss around it.
         num_averaged: number of ranks that have different items; reduced values are averaged over them.
     """
 
     ddp: DistributedDataParallel | None = None
     """DDP's wrapper around the model; None without DDP."""
 
-    def __init__(self, rank: Rank, *, objective: nn.Module, num_averaged: int) -> None:
+    def __init__(self, rank: Rank, *, inputs: ModelInputs, objective: nn.Module, num_averaged: int) -> None:
         self.num_averaged = num_averaged
         self.data_wait_s = 0.0
         """Seconds that steps have waited for data on this rank."""
@@ -74,7 +74,7 @@ class Passes:
         """Samples of this rank that were longer than the model's table of positions."""
         self._num_seen = 0
         self._rank = rank
-        self._part = rank.sequence_part
+        self._inputs = inputs
         self._device = rank.device
         self._objective: Any = objective
         self._norm_type = _norm_type(objective.parameters())
@@ -117,8 +117,8 @@ class Passes:
                 hint="leave parallel.pp and parallel.cp at 1",
             )
         objective = self._objective
-        keep_float_inputs(self._rank, objective.model, batch)
-        if is_nested(batch) and self._rank.casts_shards:
+        self._inputs.keep_floats(objective.model, batch)
+        if is_nested(batch) and self._inputs.casts_shards:
             raise ConfigError(
                 "a batch has lists of float64 tensors, and shards that are gathered in bfloat16 round all inputs, "
                 "targets too",
@@ -131,23 +131,17 @@ class Passes:
             has_lists = is_nested(batch)
             some = batch if has_lists else map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch)
             samples = to_device(some, self._device)
-            with preserved(objective.model), in_precision(self._device, self._rank.forward_autocast):
+            with preserved(objective.model), self._inputs.in_precision():
                 notes.append(objective.look_at_scores(samples, labels_in(batch)))
                 notes.append(objective.compare(samples, is_precise=self._rank.autocast is None))
             if not has_lists:
-                notes.append(tune_convolutions(self._rank, objective, samples))
-                if self._copies is not None:
-                    self._copies.image_format = self._rank.image_format
+                notes.append(tune_convolutions(self._rank, objective, samples, inputs=self._inputs))
         first: Any = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         global_size = self._rank.plan.global_size
         notes.append(note_of_batch_norms(objective.model, local_size=len(first), global_size=global_size))
         if isinstance(batch, dict):
             notes.append(objective.agree(gather(objective.repeats)))
         return "; ".join(filter(None, notes)) or None
-
-    def _say(self, text: str) -> None:
-        if self._rank.place.is_first:
-            print(text, file=sys.stderr)
 
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients of one step's micro-batches. Collective.
@@ -195,9 +189,10 @@ class Passes:
         self._mark("step")
         if self._objective.own_loss.context is not None:
             self._count_long(tensors)
-        if self._part is not None:
-            tensors = self._part.cut(tensors)
-        return tensors if self._copies is None else self._copies(tensors)
+        tensors = self._inputs.own_part(tensors)
+        if self._copies is None:
+            return tensors
+        return self._copies.copy(tensors, image_format=self._inputs.image_format)
 
     def _count_long(self, batch: Batch) -> None:
         """Counts samples that the objective cuts, since the model has no positions for their last tokens.
@@ -210,7 +205,9 @@ class Passes:
         num_long = self._objective.num_too_long(batch)
         context = self._objective.own_loss.context
         if num_long and not self.num_cut:
-            self._say(f"samples have more than the {context} tokens that the model has positions for: they are cut")
+            self._rank.say(
+                f"samples have more than the {context} tokens that the model has positions for: they are cut"
+            )
         self.num_cut += num_long
         if self._num_seen >= _LEAST_SAMPLES and self.num_cut > _LARGEST_SHARE_CUT * self._num_seen:
             raise DataError(
@@ -225,12 +222,15 @@ class ReplicaPasses(Passes):
 
     Args:
         rank: this rank.
+        inputs: how batches get to its model.
         module: the module that DDP wraps.
         ddp: the wrapper; None for one rank, which exchanges nothing.
     """
 
-    def __init__(self, rank: Rank, module: TrainingModule, ddp: DistributedDataParallel | None) -> None:
-        super().__init__(rank, objective=module.objective, num_averaged=rank.place.world_size)
+    def __init__(
+        self, rank: Rank, inputs: ModelInputs, module: TrainingModule, ddp: DistributedDataParallel | None
+    ) -> None:
+        super().__init__(rank, inputs=inputs, objective=module.objective, num_averaged=rank.place.world_size)
         self.ddp = ddp
         self._compute: nn.Module = ddp or module
         # Looked up once: a module's attributes cost half a microsecond each time.
@@ -330,6 +330,7 @@ class ShardPasses(Passes):
 
     Args:
         rank: this rank.
+        inputs: how batches get to its model.
         model: its part of the model.
         objective: the loss around it.
         parameters: those of the optimizer, in its order.
@@ -339,6 +340,7 @@ class ShardPasses(Passes):
     def __init__(
         self,
         rank: Rank,
+        inputs: ModelInputs,
         *,
         model: nn.Module,
         objective: nn.Module,
@@ -346,7 +348,7 @@ class ShardPasses(Passes):
         factor: Tensor | None = None,
     ) -> None:
         layout = rank.layout
-        super().__init__(rank, objective=objective, num_averaged=layout.reducing_size)
+        super().__init__(rank, inputs=inputs, objective=objective, num_averaged=layout.reducing_size)
         self._sharded: Any = model if hasattr(model, "set_requires_all_reduce") else None
         self._scales = ScalesOfStep(model)
         self._factor = factor
@@ -379,7 +381,7 @@ class ShardPasses(Passes):
             # in the wrong order.
             if self._sharded is not None:
                 self._sharded.set_requires_all_reduce(number == 1)
-            with in_precision(self._device, self._rank.forward_autocast):
+            with self._inputs.in_precision():
                 loss, count = self._objective(tensors)
             loss.backward(self._factor)
             if self._owns_items:
@@ -443,12 +445,13 @@ class PipelinePasses(ShardPasses):
 
     Args:
         rank: this rank.
+        inputs: how batches get to its model.
         pipeline: its stages.
         **keywords: those of `ShardPasses`.
     """
 
-    def __init__(self, rank: Rank, pipeline: Pipeline, **keywords: Any) -> None:
-        super().__init__(rank, **keywords)
+    def __init__(self, rank: Rank, inputs: ModelInputs, pipeline: Pipeline, **keywords: Any) -> None:
+        super().__init__(rank, inputs, **keywords)
         name = rank.config.parallel.pipeline_schedule
         self._schedule = pipeline.build_schedule(name=name, num_batches=self._accumulation, loss=self._scaled_loss)
         self._pipeline = pipeline
@@ -468,7 +471,7 @@ class PipelinePasses(ShardPasses):
             keywords |= {"target": targets, "losses": losses}
             if self._objective.takes_targets:
                 keywords["targets"] = targets
-        with self._scales.computed(), in_precision(self._device, self._rank.forward_autocast):
+        with self._scales.computed(), self._inputs.in_precision():
             self._schedule.step(*arguments, **keywords)
         values = self._no_values()
         if self._owns_items:
@@ -501,13 +504,17 @@ def build_passes(parts: Parts, objective: nn.Module, *, factor: torch.Tensor | N
             ddp = build_ddp(module, ddp=rank.config.ddp, device=rank.device)
             if rank.config.ddp.comm == "bf16":
                 send_bfloat16(ddp, module.stats_param)
-        return ReplicaPasses(rank, module, ddp)
+        return ReplicaPasses(rank, parts.inputs, module, ddp)
     parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
+    keywords: dict[str, Any] = {
+        "model": parts.model,
+        "objective": objective,
+        "parameters": parameters,
+        "factor": factor,
+    }
     if parts.pipeline is None:
-        return ShardPasses(rank, model=parts.model, objective=objective, parameters=parameters, factor=factor)
-    return PipelinePasses(
-        rank, parts.pipeline, model=parts.model, objective=objective, parameters=parameters, factor=factor
-    )
+        return ShardPasses(rank, parts.inputs, **keywords)
+    return PipelinePasses(rank, parts.inputs, parts.pipeline, **keywords)
 
 
 def changed_error(names: Sequence[str], change: str) -> ConfigError:

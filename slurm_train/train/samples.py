@@ -25,9 +25,7 @@ from slurm_train.data.mapstyle import Padding
 from slurm_train.data.order import DIGEST_MODULUS, SampleOrder, samples_digest
 from slurm_train.data.source import Draw, SampleSource, lengths_of
 from slurm_train.data.stream import StreamSource
-from slurm_train.metrics import Display
 from slurm_train.models.own_loss import own_loss_of
-from slurm_train.rundir.events import append_event
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.device_copies import PinnedBatches
 from slurm_train.train.position import Position
@@ -175,13 +173,12 @@ def build_global_batches(rank: Rank, source: SampleSource, position: Position) -
     return batches
 
 
-def build_split(rank: Rank, *, is_over: bool, display: Display | None) -> Split:
+def build_split(rank: Rank, *, is_over: bool) -> Split:
     """Returns which micro-batches of each global batch are this rank's. Collective where ranks have weights.
 
     Args:
         rank: this rank.
         is_over: whether no step is left to be taken.
-        display: rank 0's; None on the others.
 
     Raises:
         BatchError: the weights do not fit the nodes and ranks of this attempt; on every rank alike.
@@ -190,7 +187,7 @@ def build_split(rank: Rank, *, is_over: bool, display: Display | None) -> Split:
     if isinstance(weights, str) or rank.plan.ranks == 1 or is_over:
         shares = cut_equally(rank.plan.global_size, rank.plan.ranks)
     else:
-        shares = _weighted_shares(rank, weights, display=display)
+        shares = _weighted_shares(rank, weights)
     return Split(
         rank=rank.layout.data_parallel_index(rank.place.rank),
         accumulation=rank.plan.accumulation,
@@ -198,16 +195,16 @@ def build_split(rank: Rank, *, is_over: bool, display: Display | None) -> Split:
     )
 
 
-def _weighted_shares(rank: Rank, weights: Sequence[float], *, display: Display | None) -> tuple[int, ...]:
+def _weighted_shares(rank: Rank, weights: Sequence[float]) -> tuple[int, ...]:
     """Returns the samples of a global batch, rank by rank, in proportion to weights. Collective."""
     num_ranks_of = Counter(gather((rank.place.node_rank, rank.place.host)))
     ranks_per_node = list(num_ranks_of.values())
     shares = shares_by_weight(weights, rank.plan, ranks_per_node=ranks_per_node)
-    if display is not None:
+    if rank.place.is_first:
         hosts = [host for _, host in num_ranks_of]
         sentence = shares_in_words(shares, ranks_per_node=ranks_per_node, nodes=hosts)
-        display.say(f"shares: {sentence}")
-        append_event(rank.run, "shares", attempt=rank.attempt, sentence=sentence, sizes=list(shares))
+        rank.say(f"shares: {sentence}")
+        rank.append_event("shares", sentence=sentence, sizes=list(shares))
     return shares
 
 
@@ -220,7 +217,6 @@ def begin_stream(
     samples: int,
     saved_samples: int,
     state: dict[str, Any] | None,
-    display: Display | None,
 ) -> None:
     """Moves a stream to the next sample of the run.
 
@@ -232,18 +228,17 @@ def begin_stream(
         samples: position of the run.
         saved_samples: position of the checkpoint; after a rollback the samples in between are passed over.
         state: state of the stream at the checkpoint; None at the beginning.
-        display: rank 0's; None on the others.
 
     Raises:
         DataError: the stream makes whole batches of another size than this rank's micro-batches.
     """
     stream.require_batches_of(split.micro_sizes)
-    if display is not None and stream.reads_again:
+    if stream.reads_again:
         reason = f"the stream {stream.name} has no state that tells its next sample"
         if state is not None:
-            display.say(f"{reason}: what was consumed is read again and passed over")
+            rank.say(f"{reason}: what was consumed is read again and passed over")
         else:
-            display.say(
+            rank.say(
                 f"{reason}: a resume reads it again from the beginning of the pass, or of the run where it has no "
                 "set_epoch"
             )

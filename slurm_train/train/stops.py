@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent
-from slurm_train.session.signals import StopFlag
+from slurm_train.session.rank_run import RankRun
 from slurm_train.session.stopping import Stopping
 from slurm_train.train.context import gather
 
@@ -22,14 +21,12 @@ class Stops(Stopping):
     """One rank's part in ending a training early: by the clock, as any program, and by callbacks.
 
     Args:
-        run: the run.
-        attempt: number of the attempt.
-        stop: this rank's flag; set by the signal handlers too.
+        rank: this rank.
         spent: what rank 0 has measured so far; None on the others, which do not look at the clock.
     """
 
-    def __init__(self, run: RunDirectory, attempt: int, stop: StopFlag, *, spent: Spent | None) -> None:
-        super().__init__(run, attempt, stop, spent=spent, group=lambda: dist.group.WORLD)
+    def __init__(self, rank: RankRun, *, spent: Spent | None) -> None:
+        super().__init__(rank, spent=spent, group=lambda: dist.group.WORLD)
         self.is_agreed = False
         """All ranks leave at this step boundary."""
         self.not_saved = ""
@@ -38,7 +35,7 @@ class Stops(Stopping):
 
     def request(self) -> None:
         """Asks for a stop, e.g. since a save has failed in a way that ends the run; one rank is enough."""
-        self._stop.request()
+        self._rank.stop.request()
 
     def request_end(self, reason: str) -> None:
         """Asks for the end of the run, as finished; one rank is enough. `agree_on_end` finds it.
@@ -47,11 +44,11 @@ class Stops(Stopping):
             reason: for the result, e.g. "eval_loss has not improved".
         """
         self._end_reason = self._end_reason or reason
-        self._stop.request(_BY_CALLBACK)
+        self._rank.stop.request(_BY_CALLBACK)
 
     def agree_on_end(self) -> str:
         """Returns why the run ends here as finished, "" where no rank has asked for that. Collective."""
         reasons = [reason for reason in gather(self._end_reason) if reason]
         # The request has been answered; the evaluation of the end must not be interrupted by it.
-        self._stop.withdraw(_BY_CALLBACK)
+        self._rank.stop.withdraw(_BY_CALLBACK)
         return reasons[0] if reasons else ""

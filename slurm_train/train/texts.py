@@ -13,8 +13,7 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.data.build import build_source
 from slurm_train.data.source import SampleSource
 from slurm_train.errors import ConfigError
-from slurm_train.train.context import Rank, gather
-from slurm_train.train.device_copies import in_precision
+from slurm_train.train.context import Parts, gather
 from slurm_train.train.preserve import modes_kept
 
 if TYPE_CHECKING:
@@ -73,9 +72,7 @@ def sample_text(model: Any, encoding: Encoding, prompt: str = "", *, seed: int =
     return printable(encoding.decode(generated))
 
 
-def continue_texts(
-    rank: Rank, model: nn.Module, *, prompts: Sequence[str], tokenizer: str | None, **sampling: Any
-) -> list[str]:
+def continue_texts(parts: Parts, *, prompts: Sequence[str], tokenizer: str | None, **sampling: Any) -> list[str]:
     """Returns what a model writes after each prompt. Collective over all ranks.
 
     Replicas take turns with the prompts. Ranks that hold parts of the weights compute each text together.
@@ -83,13 +80,15 @@ def continue_texts(
     Raises:
         ConfigError: as for `require_generates` and `encoding_of`.
     """
+    rank = parts.rank
+    model = parts.model
     require_generates(model)
     encoding = encoding_of(rank.config, tokenizer)
     turns = rank.layout.world_size if rank.layout.is_replicated else 1
     numbers_here = range(rank.place.rank % turns, len(prompts), turns)
     # Each token is a pass of the model, and progress for the hang watchdog.
     hook = model.register_forward_pre_hook(lambda *_: rank.heartbeat.mark("evaluate"))
-    with in_precision(rank.device, rank.forward_autocast):
+    with parts.inputs.in_precision():
         texts = {number: continue_text(model, encoding, prompts[number], **sampling) for number in numbers_here}
     hook.remove()
     rank.heartbeat.mark("gather")

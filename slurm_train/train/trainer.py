@@ -38,6 +38,8 @@ class Trainer:
 
     parts: Parts
     """Model, optimizer and data of this rank."""
+    max_steps: int
+    """Steps of the whole run."""
     position: Position
     """Kept up to date."""
     samples: Samples
@@ -50,8 +52,6 @@ class Trainer:
     """None where there are no held-out samples, or none shall be evaluated."""
     checkpointer: Checkpointer
     """Gives what a checkpoint has of the training."""
-    saves: Saves
-    """When and how checkpoints are made."""
     stops: Stops
     """How the training ends before its last step."""
     timing: Timing
@@ -75,6 +75,11 @@ class Trainer:
         return self.parts.model
 
     @property
+    def saves(self) -> Saves:
+        """When and how checkpoints are made."""
+        return self.checkpointer.saves
+
+    @property
     def newest(self) -> StepResult | None:
         """The newest result of a step that was read; on a GPU that of the step before."""
         return self.health.newest
@@ -93,7 +98,7 @@ class Trainer:
         if not self._is_over:
             self._look_at_first_batch()
         try:
-            self.advance(self.parts.max_steps)
+            self.advance(self.max_steps)
             self._read_pending()
             if self.callbacks and self._agrees_on_end():
                 self._evaluate()
@@ -131,7 +136,7 @@ class Trainer:
             num_batches=num_batches,
         )
         # Dropout is keyed by the step, so a resumed run draws what an uninterrupted one would have drawn.
-        _reseed(mix(self.rank.config.seed, step, self.parts.random_stream))
+        _reseed(mix(self.rank.config.seed, step, self.rank.random_stream))
         self.rank.heartbeat.step = step
         self.timing.begin_step()
         return facts
@@ -164,7 +169,7 @@ class Trainer:
         if self.recorder is None:
             return
         self.recorder.count(result)
-        if step % self.rank.config.train.log_every_steps == 0 or step == self.parts.max_steps:
+        if step % self.rank.config.train.log_every_steps == 0 or step == self.max_steps:
             data_wait_s = self.timing.take_data_wait_s()
             self.recorder.write(result, items=self.position.items, data_wait_s=data_wait_s, digest=digest)
         self.stops.look()
@@ -179,7 +184,7 @@ class Trainer:
             self._end_start_up(self.start_up)
         else:
             collect_garbage(step)
-        evaluates = step == self.parts.max_steps or bool(eval_every and step % eval_every == 0)
+        evaluates = step == self.max_steps or bool(eval_every and step % eval_every == 0)
         saves = self.saves.pace.is_due(step)
         # What is evaluated or saved has been read before, so nothing that went wrong gets into it.
         if (evaluates or saves or self.saves.is_requested) and self._read_pending():
@@ -187,7 +192,7 @@ class Trainer:
         self.health.compare_replicas(self.model, step=step)
         if evaluates:
             self._evaluate()
-        is_last = step == self.parts.max_steps or self.stops.is_agreed
+        is_last = step == self.max_steps or self.stops.is_agreed
         if (saves or self.saves.is_requested) and not is_last:
             start_s = self.timing.clock()
             self._before_save()
@@ -303,8 +308,7 @@ class Trainer:
 
     def _pass_on_news(self) -> None:
         """Passes on what became of background saves; one that ends the run asks for a stop, which all agree on."""
-        for line in self.saves.news():
-            self.say(line)
+        self.rank.say(*self.saves.news())
         if self.recorder is not None:
             spent = self.recorder.spent
             spent.longest_save_s = max(spent.longest_save_s, self.saves.times.longest_s)
@@ -313,7 +317,7 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        return self.position.step >= self.parts.max_steps or bool(self.position.ended)
+        return self.position.step >= self.max_steps or bool(self.position.ended)
 
     def _agrees_on_end(self) -> bool:
         """Returns whether the run ends here because a callback of some rank asked for it before now. Collective."""
@@ -345,8 +349,7 @@ class Trainer:
 
     def say(self, text: str | None) -> None:
         """Prints a line, if there is one, on rank 0."""
-        if text is not None and self.recorder is not None:
-            self.recorder.display.say(text)
+        self.rank.say(text)
 
     def book_time(self, start: float, cause: str) -> None:
         """Books the time since `start`, which was no step's."""

@@ -64,6 +64,7 @@ from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.timing import step_of_attempt
 from slurm_train.session.ending import end_process
 from slurm_train.session.loader_workers import tell_of_loader_workers
+from slurm_train.session.rank_run import display_of
 from slurm_train.session.signals import (
     NodeLeader,
     StopFlag,
@@ -291,6 +292,10 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
         from slurm_train.worker.script import run_script
 
         run_script(config.script, place=place, env=env, code_dir=code_dir, run=run, stop=stop)
+    if config.task is not None:
+        from slurm_train.worker.watched import answer_watcher
+
+        answer_watcher(dict(env))
     from slurm_train.train.context import Rank, run_task
 
     rank = Rank(
@@ -304,13 +309,9 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
         env=env,
         is_watched=is_watched,
         heartbeat=heartbeat,
+        display=display_of(config, place, env),
     )
-    if config.task is not None:
-        from slurm_train.worker.watched import answer_watcher
-
-        answer_watcher(dict(env))
-        return run_task(rank)
-    return _train_or_evaluate(rank)
+    return _train_or_evaluate(rank) if config.task is None else run_task(rank)
 
 
 def _enter(directory: str) -> None:

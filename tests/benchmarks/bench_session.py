@@ -19,10 +19,10 @@ from pathlib import Path
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.attempts import open_attempt
-from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.joined import JoinedSession
+from slurm_train.session.rank_run import RankRun
 from slurm_train.session.signals import StopFlag
 
 MOST_US = 20.0
@@ -34,7 +34,7 @@ def join(folder: Path) -> JoinedSession:
     run = RunDirectory(folder / "runs" / "bench" / "0123456789ab")
     run.path.mkdir(parents=True)
     attempt = open_attempt(run, Start(job_id=None, restart_count=0, nodes=("here",), world_size=1))
-    return JoinedSession(run, RunConfig(), ALONE, {}, attempt=attempt, stop=StopFlag(), heartbeat=Heartbeat())
+    return JoinedSession(RankRun(config=RunConfig(), run=run, place=ALONE, attempt=attempt, stop=StopFlag(), env={}))
 
 
 def least_us(call: Callable[[int], object], *, steps: int, rounds: int) -> float:

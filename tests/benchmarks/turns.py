@@ -132,7 +132,7 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     """
     from slurm_train.config.batch import BatchPlan
     from slurm_train.config.schema import CheckpointSection, RunConfig, TrainSection
-    from slurm_train.metrics import Display
+    from slurm_train.metrics import SILENT, Display
     from slurm_train.rundir.heartbeat import Limits
     from slurm_train.rundir.timing import Spent
     from slurm_train.train.build import build_trainer
@@ -142,9 +142,10 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     train = TrainSection(max_steps=10**6, eval_every_steps=None, sample_tokens=0)
     config = RunConfig(train=train, checkpoint=CheckpointSection(every_steps=None), **sections)
     plan, number = BatchPlan.equal(local_size=local_size, ranks=RANKS, accumulation=1), int(os.environ["RANK"])
-    rank = make_rank(Path(os.environ["BENCH_SCRATCH"]), config, plan=plan, rank=number, ranks=RANKS)
+    display = Display(io.StringIO(), max_steps=10**6, every_s=0.5) if number == 0 else SILENT
+    folder = Path(os.environ["BENCH_SCRATCH"])
+    rank = make_rank(folder, config, plan=plan, rank=number, ranks=RANKS, display=display)
     rank.heartbeat.start(rank.run, 0, rank=number, host="here", limits=Limits(600, 300))
     parts = make_parts(rank, model, build_optimizer(model, optim=config.optim), source)
-    display = Display(io.StringIO(), max_steps=10**6, every_s=0.5) if number == 0 else None
     spent = Spent(begin_unix_s=time.time())
-    return build_trainer(parts, callbacks={}, display=display, spent=spent), rank.heartbeat
+    return build_trainer(parts, callbacks={}, spent=spent), rank.heartbeat

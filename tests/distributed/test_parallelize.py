@@ -22,7 +22,7 @@ from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurm_train.config.parallel import ParallelLayout
-from slurm_train.config.schema import ParallelSection, RunConfig, TrainSection
+from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.float8 import to_float8
 from slurm_train.distributed.parallelize import (
     gathers_in_bfloat16,
@@ -41,7 +41,6 @@ from slurm_train.models.gpt import GPT
 from slurm_train.models.head import Head
 from slurm_train.train.context import require_float8
 from tests.support.extras import NEEDS_TORCHAO
-from tests.support.ranks import make_rank
 from tests.support.warm_ranks import run_alone
 
 # In a process of its own: a pretended world of 64 must not meet another test's group.
@@ -231,12 +230,6 @@ def test_shards_are_gathered_as_the_forward_pass_computes(
     assert gathers_in_bfloat16(model, layout=layout, settings=settings, autocast=autocast) == expected
     found = gathers_in_bfloat16(with_statistics, layout=layout, settings=settings, autocast=autocast)
     assert found == (expected and asked == "bfloat16")
-
-
-@pytest.mark.parametrize("casts", [False, True])
-def test_autocast_does_not_lie_on_top_of_shards_that_are_cast(casts: bool) -> None:
-    rank = make_rank(config=RunConfig(train=TrainSection(precision="bfloat16")), casts_shards=casts)
-    assert rank.forward_autocast == (None if casts else torch.bfloat16)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of torch itself

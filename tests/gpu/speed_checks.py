@@ -152,8 +152,7 @@ def _peak_of(stage: Stage, size: str, parallel: dict[str, Any]) -> tuple[int, in
     before = torch.cuda.memory_allocated()
     if stage.on_gpu:
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
-    parts = build_parts(rank)
-    apply_parallelism(parts)
+    parts = apply_parallelism(rank, build_parts(rank))
     stepper = build_stepper(parts, Objective(parts.model), before_change=lambda: None)
     indices = torch.arange(1).numpy()
     batch = MicroBatch(indices=indices, tensors=parts.train_data.batch(indices))

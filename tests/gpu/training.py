@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_train.config.schema import RunConfig, build_config
-from slurm_train.metrics import Display
+from slurm_train.metrics import SILENT, Display
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.build import build_parts, build_trainer
 from slurm_train.train.callbacks import build_callbacks
@@ -105,22 +106,19 @@ def open_rank(sections: Sections, folder: Path, *, rank: int = 0, ranks: int = 1
     folder.mkdir(parents=True, exist_ok=True)
     config = build_config(RunConfig, sections)
     place = {"rank": rank, "ranks": ranks, "port": free_port(), "attempt": attempt}
-    made = make_rank(folder, config, **place, env=dict(os.environ))
-    made.enter_device()
+    display = Display(io.StringIO(), max_steps=1000) if rank == 0 else SILENT
+    made = make_rank(folder, config, **place, env=dict(os.environ), display=display).enter_device()
     if not dist.is_initialized():
-        made.join()
-    elif made.device.type == "cuda" and config.train.precision == "auto":
-        made.precision = "bfloat16"
-    return made
+        return made.join()
+    is_half = made.device.type == "cuda" and config.train.precision == "auto"
+    return replace(made, precision="bfloat16") if is_half else made
 
 
 def build_of(rank: Rank) -> Trainer:
     """Returns the trainer of a rank, at its newest checkpoint. Collective."""
-    parts = build_parts(rank)
-    apply_parallelism(parts)
-    display = Display(io.StringIO(), max_steps=1000) if rank.place.is_first else None
+    parts = apply_parallelism(rank, build_parts(rank))
     callbacks = build_callbacks(rank.config.callbacks)
-    return build_trainer(parts, callbacks=callbacks, display=display, spent=Spent(begin_unix_s=time.time()))
+    return build_trainer(parts, callbacks=callbacks, spent=Spent(begin_unix_s=time.time()))
 
 
 def training_of(sections: Sections, folder: Path, **place: Any) -> Trainer:

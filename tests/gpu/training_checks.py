@@ -28,6 +28,7 @@ from slurm_train.models.objective import Objective
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.train.build import TURN_OF_A_THREAD_S
+from slurm_train.train.layout import build_inputs
 from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.passes import ShardPasses
 from slurm_train.train.step import StepFacts, Stepper
@@ -420,12 +421,12 @@ def _sharded_losses(
         if lowers.gathers:
             gather_in_float8(model.to(stage.device), num_shards=1)
     _shard_alone(model, ParallelSection(gather_dtype="bfloat16", cpu_offload=offload), stage)
-    rank.casts_shards = True
+    inputs = build_inputs(rank, gathers_half=True, casts_shards=True)
     optimizer = build_optimizer(model, optim=rank.config.optim)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if offload:
         require(parameters[0].device.type == "cpu", "the parameters are not on the host")
-    passes = ShardPasses(rank, model=model, objective=Objective(model), parameters=parameters)
+    passes = ShardPasses(rank, inputs, model=model, objective=Objective(model), parameters=parameters)
     stepper = Stepper(rank, passes, optimizer)
     losses = []
     for step in range(1, steps + 1):

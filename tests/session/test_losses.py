@@ -7,12 +7,14 @@ import pytest
 from slurm_train.checkpoint.verify import LAST_FINITE, find_kept
 from slurm_train.cli.checkpoint import find_checkpoint
 from slurm_train.errors import CheckpointError
+from slurm_train.metrics import Display
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.session.joined import JoinedSession
 from slurm_train.session.losses import LossWatch
 from slurm_train.status.run_status import read_files
+from tests.support.ranks import make_rank
 from tests.support.sessions import join_alone
 
 NAN = math.nan
@@ -67,7 +69,7 @@ def steps_on_disk(run: RunDirectory) -> list[int]:
 def test_the_newest_checkpoint_that_has_computed_a_finite_loss_is_kept(
     run: RunDirectory, losses: list[float], saves: list[int], kept: int | None
 ) -> None:
-    watch = LossWatch(run, 0)
+    watch = LossWatch(make_rank(run.path))
     for step, loss in enumerate(losses, start=1):
         watch.add(step, loss)
         if step in saves:
@@ -79,7 +81,7 @@ def test_the_newest_checkpoint_that_has_computed_a_finite_loss_is_kept(
 def test_a_loss_that_is_not_finite_is_said_once_and_written_down(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watch = LossWatch(run, 3)
+    watch = LossWatch(make_rank(run.path, attempt=3, display=Display()))
     for step, loss in enumerate([1.0, NAN, NAN, 2.0, math.inf], start=1):
         watch.add(step, loss)
     events = [(event["event"], event["step"], event["value"], event["attempt"]) for event in read_events(run)]

@@ -12,6 +12,7 @@ from slurm_train.rundir.events import read_events
 from slurm_train.rundir.timing import Notice, Spent
 from slurm_train.session.signals import StopFlag
 from slurm_train.session.stopping import Stopping
+from tests.support.ranks import make_rank
 from tests.support.run_facts import run_with_notice
 
 
@@ -19,7 +20,7 @@ def test_the_clock_asks_when_what_a_stop_takes_is_what_is_left(tmp_path: Path) -
     run = run_with_notice(tmp_path, Notice(end_unix_s=2000.0, limit_s=3600.0, kill_wait_s=5.0))
     spent = Spent(begin_unix_s=0, longest_save_s=20.0, longest_step_s=5.0)  # 15 + 1.5 x (10 + 40) = 90
     now, flag = [1909.0], StopFlag()
-    stopping = Stopping(run, 0, flag, spent=spent, clock=lambda: now[0])
+    stopping = Stopping(make_rank(run.path, attempt=0, stop=flag), spent=spent, clock=lambda: now[0])
     stopping.look()
     assert not flag.requested
     now[0] = 1911.0
@@ -30,14 +31,15 @@ def test_the_clock_asks_when_what_a_stop_takes_is_what_is_left(tmp_path: Path) -
 @pytest.mark.parametrize("notice", [Notice(), Notice(kill_wait_s=5.0)])
 def test_without_a_limit_the_clock_asks_for_nothing(tmp_path: Path, notice: Notice) -> None:
     flag = StopFlag()
-    Stopping(run_with_notice(tmp_path, notice), 0, flag, spent=Spent(begin_unix_s=0), clock=lambda: 1e12).look()
+    run = run_with_notice(tmp_path, notice)
+    Stopping(make_rank(run.path, stop=flag), spent=Spent(begin_unix_s=0), clock=lambda: 1e12).look()
     assert not flag.requested
 
 
 def test_a_stop_file_asks_as_well(tmp_path: Path) -> None:
     run, flag = run_with_notice(tmp_path, Notice(end_unix_s=1e12)), StopFlag()
     run.stop_file.touch()
-    stopping = Stopping(run, 0, flag, spent=Spent(begin_unix_s=0), clock=lambda: 1000.0)
+    stopping = Stopping(make_rank(run.path, attempt=0, stop=flag), spent=Spent(begin_unix_s=0), clock=lambda: 1000.0)
     stopping.look()
     assert flag.ask()[0] == "file"
     assert stopping.decide_save(step=7) == (None, "")
@@ -74,7 +76,9 @@ def test_the_save_of_a_stop_is_made_unless_saves_take_longer_than_is_left(
     run_with_notice(tmp_path, Notice(kill_wait_s=5.0, grace_s=25.0), attempt=1)
     flag = StopFlag()
     flag.receive(signal.SIGTERM)
-    stopping = Stopping(run, 1, flag, spent=Spent(begin_unix_s=0, longest_save_s=longest_s))
+    stopping = Stopping(
+        make_rank(run.path, attempt=1, stop=flag), spent=Spent(begin_unix_s=0, longest_save_s=longest_s)
+    )
     left_s, reason = stopping.decide_save(step=7)
     assert left_s == pytest.approx(30.0, abs=5.0) and (not reason) is saved
     (event,) = read_events(run, "stop")
@@ -84,7 +88,7 @@ def test_the_save_of_a_stop_is_made_unless_saves_take_longer_than_is_left(
 def test_the_time_that_is_left_is_read_anew_when_all_have_stopped(tmp_path: Path) -> None:
     run = run_with_notice(tmp_path, Notice(end_unix_s=1e6, kill_wait_s=5.0))
     flag = StopFlag()
-    stopping = Stopping(run, 0, flag, spent=Spent(begin_unix_s=0), clock=lambda: 1000.0)
+    stopping = Stopping(make_rank(run.path, attempt=0, stop=flag), spent=Spent(begin_unix_s=0), clock=lambda: 1000.0)
     stopping.look()
     run_with_notice(tmp_path, Notice(end_unix_s=1100.0, kill_wait_s=5.0))
     assert stopping.announce(step=7) == ("another rank", 105.0)

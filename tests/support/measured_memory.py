@@ -151,7 +151,7 @@ def build_case(rank: Any) -> tuple[Any, Any, Any]:
     model = build_model(config)
     parts = make_parts(rank, model, build_optimizer(model, optim=config.optim))
     del model
-    apply_parallelism(parts)
+    parts = apply_parallelism(rank, parts)
     stepper = build_stepper(parts, Objective(parts.model), before_change=lambda: None)
     tokens = torch.randint(0, config.model["vocab_size"], (plan.local_size, config.model["context"]))
     return parts, stepper, itertools.repeat(SimpleNamespace(tensors=(tokens, tokens.clone())))

@@ -15,6 +15,7 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.signals import StopFlag
 from slurm_train.train.context import Parts, Rank
+from slurm_train.train.layout import build_inputs
 
 
 def make_rank(
@@ -54,9 +55,17 @@ def make_rank(
     )
 
 
-def make_parts(rank: Rank, model: Any, optimizer: Any, data: Any = None) -> Parts:
-    """Returns the parts of a rank's training, without held-out data and operations."""
-    return Parts(rank=rank, model=model, optimizer=optimizer, train_data=data, heldout=None, flops_per_token=(0.0, 0.0))
+def make_parts(rank: Rank, model: Any, optimizer: Any, data: Any = None, *, heldout: Any = None) -> Parts:
+    """Returns the parts of a rank's training, whole, without operations."""
+    return Parts(
+        rank=rank,
+        model=model,
+        optimizer=optimizer,
+        train_data=data,
+        heldout=heldout,
+        flops_per_token=(0.0, 0.0),
+        inputs=build_inputs(rank),
+    )
 
 
 # gloo's threads end with their group. The garbage collector may be what ends it: it waits for them and holds the

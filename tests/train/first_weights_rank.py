@@ -40,7 +40,7 @@ def values_of(parallel: dict[str, Any], *, rank: int, ranks: int, orders: dict[s
     """Returns whole parameters and buffers by name, as this rank has them in a layout."""
     from slurm_train.config.schema import RunConfig, build_config
     from slurm_train.models.build import build_model, load_start_weights
-    from slurm_train.train.context import Parts
+    from slurm_train.train.context import Built
     from slurm_train.train.layout import apply_parallelism
     from slurm_train.train.optimizer import build_optimizer
     from tests.support.ranks import make_rank
@@ -55,15 +55,9 @@ def values_of(parallel: dict[str, Any], *, rank: int, ranks: int, orders: dict[s
     asked = make_rank(Path(orders["run"]), config, rank=rank, ranks=ranks)
     load_start_weights(model, config, run=asked.run, buffers={})
     unused: Any = None
-    parts = Parts(
-        rank=asked,
-        model=model,
-        optimizer=build_optimizer(model, optim=config.optim),
-        train_data=unused,
-        heldout=None,
-        flops_per_token=(0.0, 0.0),
-    )
-    apply_parallelism(parts)
+    optimizer = build_optimizer(model, optim=config.optim)
+    built = Built(model=model, optimizer=optimizer, train_data=unused, heldout=None, flops_per_token=(0.0, 0.0))
+    parts = apply_parallelism(asked, built)
     named = [*parts.model.named_parameters(), *parts.model.named_buffers()]
     tensors: list[tuple[str, Any]] = [(name, tensor.detach()) for name, tensor in named]
     return {name: one.full_tensor() if hasattr(one, "placements") else one for name, one in tensors}

@@ -36,9 +36,7 @@ class HeldOut:
 def measured(heldout: HeldOut | None, **settings: Any) -> Measured | None:
     callbacks = [{"_target_": EMA, "evaluate": True}] if settings.pop("averaged", False) else []
     config = RunConfig(train=TrainSection(**settings), callbacks=callbacks)
-    parts = make_parts(make_rank(config=config), torch.nn.Linear(1, 1), None)
-    parts.heldout = heldout
-    return find_measured(parts)
+    return find_measured(make_parts(make_rank(config=config), torch.nn.Linear(1, 1), None, heldout=heldout))
 
 
 def continuity(now: Measured | None) -> Continuity:

@@ -17,6 +17,7 @@ from slurm_train.models.objective import Objective
 from slurm_train.train.context import Rank
 from slurm_train.train.convolutions import has_images, obstacle_to_channels_last, tune_convolutions
 from slurm_train.train.device_copies import in_format, to_device
+from slurm_train.train.inputs import ModelInputs
 
 
 class Net(nn.Module):
@@ -71,7 +72,6 @@ def rank_of(**settings: Any) -> Rank:
             device=torch.device(facts["device"]),
             layout=SimpleNamespace(is_replicated=facts["replicated"]),
             autocast=facts["autocast"],
-            image_format=None,
         ),
     )
 
@@ -99,15 +99,17 @@ def test_what_is_chosen_for_convolutions(
     settings: dict[str, Any], model: Callable[[], nn.Module], is_tuned: bool, image_format: Any
 ) -> None:
     rank = rank_of(**settings)
-    assert tune_convolutions(rank, Objective(model()), batch()) is None
-    assert (torch.backends.cudnn.benchmark, rank.image_format) == (is_tuned, image_format)
+    inputs = ModelInputs(torch.device("cpu"))
+    assert tune_convolutions(rank, Objective(model()), batch(), inputs=inputs) is None
+    assert (torch.backends.cudnn.benchmark, inputs.image_format) == (is_tuned, image_format)
 
 
 def test_a_model_that_needs_images_as_they_are_gets_them_and_a_line_says_so() -> None:
     rank = rank_of()
     model = Net(flatten=lambda features: features.view(len(features), -1))
-    note = tune_convolutions(rank, Objective(model), batch())
-    assert rank.image_format is None
+    inputs = ModelInputs(torch.device("cpu"))
+    note = tune_convolutions(rank, Objective(model), batch(), inputs=inputs)
+    assert inputs.image_format is None
     assert note is not None and note.startswith("images stay as they are: Net cannot be computed with channels_last")
     assert "view size is not compatible" in note and note.endswith("write reshape in place of view")
     in_backward = Net(flatten=lambda features: cast("Any", Backward).apply(features).flatten(1))

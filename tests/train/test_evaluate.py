@@ -19,8 +19,8 @@ from slurm_train.data.mapstyle import MapStyleSource
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import Objective
 from slurm_train.train import evaluate
-from slurm_train.train.evaluate import Evaluator, measures
-from tests.support.ranks import make_rank
+from slurm_train.train.evaluate import evaluator_of, measures
+from tests.support.ranks import make_parts, make_rank
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 SAMPLES = 70
@@ -100,7 +100,7 @@ def evaluated(
         source = MapStyleSource(Inputs(), collate=collate, num_workers=num_workers, seed=config.seed)
         torch.manual_seed(random.randrange(2**32))
         model.generator.seed()
-        Evaluator(rank=rank, objective=Objective(model), source=source).evaluate()
+        evaluator_of(make_parts(rank, model, None), Objective(model), source).evaluate()
         sums.append(given[-1])
     return measures(sums, bytes_per_item=None)
 
@@ -125,11 +125,12 @@ class Head(nn.Linear):
 
 def test_what_is_odd_about_held_out_scores_is_said_once_and_a_label_without_a_score_is_refused() -> None:
     said: list[str] = []
-    rank = make_rank(plan=BatchPlan.equal(local_size=6, ranks=1, accumulation=1))
-    display: Any = SimpleNamespace(say=said.append, show_evaluation=lambda *_, **__: None)
+    display = SimpleNamespace(say=said.append, show_evaluation=lambda *_, **__: None)
+    rank = make_rank(plan=BatchPlan.equal(local_size=6, ranks=1, accumulation=1), display=display)
     for num_scores in (3, 2):
         source = MapStyleSource(Classes())
-        evaluator = Evaluator(rank=rank, objective=Objective(Head(6, num_scores)), source=source, display=display)
+        model = Head(6, num_scores)
+        evaluator = evaluator_of(make_parts(rank, model, None), Objective(model), source)
         if num_scores == 2:
             with pytest.raises(ConfigError, match="labels are 0 to 2, and the model gives 2 scores"):
                 evaluator.evaluate()

@@ -230,7 +230,7 @@ def test_the_minority_is_named(digests: list[int], divergent: list[int]) -> None
 def empty_after(items: int, pattern: str) -> Position:
     """Judges steps, "." with an item that counts and "x" without; returns the position after the last one."""
     none: Any = None
-    health = Health(make_rank(rank=1, ranks=2), batches=none, checkpointer=none, num_rollbacks=0, say=print)
+    health = Health(make_rank(rank=1, ranks=2), batches=none, checkpointer=none, num_rollbacks=0)
     position = Position()
     position.items = items
     for step, kind in enumerate(pattern, start=1):

@@ -22,6 +22,7 @@ from slurm_train.config.schema import OptimSection, ParallelSection, RunConfig
 from slurm_train.distributed.parallelize import build_mesh, shard
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
+from slurm_train.train.layout import build_inputs
 from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.passes import ShardPasses
 from slurm_train.train.step import StepFacts, Stepper
@@ -93,7 +94,7 @@ def ours(model: GPT, *, accumulation: int = 1, copies: int = 1, shards: int = 1)
     shard(model, layout=layout, mesh=mesh, roots=[model], settings=ParallelSection(gather_dtype="float32"))
     optimizer = build_optimizer(model, optim=config.optim)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    passes = ShardPasses(rank, model=model, objective=Objective(model), parameters=parameters)
+    passes = ShardPasses(rank, build_inputs(rank), model=model, objective=Objective(model), parameters=parameters)
     stepper, batch = Stepper(rank, passes, optimizer), Batch(make_batch())
     return lambda: stepper.step(StepFacts(1, 2, 1e-3), iter([batch] * accumulation))
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+
+from slurm_train.train.inputs import ModelInputs
 from tests.support.warm_ranks import run_alone
 
 PROGRAM = """
@@ -16,8 +20,7 @@ from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection, RunConfig, TrainSection
 from slurm_train.distributed.parallelize import build_mesh, has_own_loss, shard
 from slurm_train.models.objective import Objective
-from slurm_train.train.device_copies import in_precision
-from slurm_train.train.layout import keep_float_inputs
+from slurm_train.train.layout import build_inputs
 from tests.support.ranks import make_rank
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
@@ -84,16 +87,17 @@ for precision in ("bfloat16", "float32"):
         model = kind()
         plain = copy.deepcopy(model)
         shard(model, layout=ParallelLayout(), mesh=mesh, roots=[model], settings=settings)
-        config = RunConfig(train=TrainSection(precision=precision))
-        rank = make_rank(config=config, gathers_half=True, casts_shards=not has_own_loss(model))
-        keep_float_inputs(rank, model, batch)
-        assert rank.casts_shards == (kind is Text), kind
+        rank = make_rank(config=RunConfig(train=TrainSection(precision=precision)))
+        inputs = build_inputs(rank, gathers_half=True, casts_shards=not has_own_loss(model))
+        inputs.keep_floats(model, batch)
+        assert inputs.casts_shards == (kind is Text), kind
         if kind is Text:
-            assert rank.forward_autocast is None
+            with inputs.in_precision():
+                assert not torch.is_autocast_enabled("cpu")
             continue
-        with in_precision(CPU, torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             expected = Objective(plain)(batch)[0]
-        with in_precision(CPU, rank.forward_autocast):
+        with inputs.in_precision():
             loss = Objective(model)(batch)[0]
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, msg=f"{kind.__name__}: {loss} {expected}")
         loss.backward()
@@ -104,3 +108,10 @@ print("alike")
 
 def test_float_inputs_of_shards_are_not_rounded_and_texts_are_computed_in_bfloat16(tmp_path: Path) -> None:
     assert run_alone(tmp_path, PROGRAM) == "alike"
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_autocast_does_not_lie_on_top_of_shards_that_are_cast(casts: bool) -> None:
+    inputs = ModelInputs(torch.device("cpu"), autocast=torch.bfloat16, gathers_half=True, casts_shards=casts)
+    with inputs.in_precision():
+        assert torch.is_autocast_enabled("cpu") is not casts

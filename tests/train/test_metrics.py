@@ -47,8 +47,8 @@ from tests.support.ranks import make_rank
 def test_the_display_ends_at_the_newest_step(tmp_path: Path) -> None:
     stream, clock, source = io.StringIO(), count(0.0, 1.0).__next__, range(64)
     display = Display(stream, max_steps=3, every_s=1e9, clock=clock)
-    facts: dict[str, Any] = {"display": display, "source": source, "spent": Spent(begin_unix_s=0.0)}
-    recorder = Recorder(make_rank(tmp_path), **facts, flops_per_token=(0.0, 0.0), clock=clock)
+    facts: dict[str, Any] = {"source": source, "spent": Spent(begin_unix_s=0.0)}
+    recorder = Recorder(make_rank(tmp_path, display=display), **facts, flops_per_token=(0.0, 0.0), clock=clock)
     for step in (1, 2, 3):
         recorder.count(StepResult(StepFacts(step, 4 * step, 0.1), False, 4, 1.0 / step, 0, 0.5))
     recorder.close()
@@ -64,11 +64,7 @@ def test_a_rate_is_of_samples_or_of_tokens_whatever_else_took_time(tmp_path: Pat
     now = [100.0]
     source = SimpleNamespace(bytes_per_target=1.0) if is_text else SimpleNamespace()
     source = type("Source", (), {"__len__": lambda _: 64, **vars(source)})()
-    facts: dict[str, Any] = {
-        "display": Display(io.StringIO(), max_steps=3),
-        "source": source,
-        "spent": Spent(begin_unix_s=0.0),
-    }
+    facts: dict[str, Any] = {"source": source, "spent": Spent(begin_unix_s=0.0)}
     recorder = Recorder(make_rank(tmp_path), **facts, flops_per_token=(0.0, 0.0), clock=lambda: now[0])
     for step in (1, 2, 3):
         now[0] += 60.0 if step == 1 else 2.0
@@ -113,7 +109,8 @@ def test_only_the_newest_attempt_writes_the_result(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cluster", [ClusterSection(), None])
 def test_a_stopped_rank_says_what_comes_by_itself(cluster: ClusterSection | None, tmp_path: Path) -> None:
     said: list[str] = []
-    say_stopped(said.append, trainer_of(make_rank(tmp_path / "a" / "b", RunConfig(cluster=cluster))))
+    display = SimpleNamespace(say=said.append)
+    say_stopped(trainer_of(make_rank(tmp_path / "a" / "b", RunConfig(cluster=cluster), display=display)))
     assert ("requeued automatically" in said[1]) is (cluster is not None)
     assert said[-1].endswith("slurm_train resume b")
 

@@ -24,15 +24,16 @@ from slurm_train.data.batches import MicroBatch, Prefetch
 from slurm_train.errors import ConfigError, SlurmTrainError
 from slurm_train.models.objective import Objective
 from slurm_train.session.signals import StopFlag
-from slurm_train.train.context import Parts, native_precision
+from slurm_train.train.context import native_precision
 from slurm_train.train.ddp import TrainingModule, build_ddp
 from slurm_train.train.device_copies import DeviceCopies, PinnedBatches
 from slurm_train.train.health import refuse
+from slurm_train.train.inputs import ModelInputs
 from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.optimizer import Update, build_optimizer, can_call_kernel
 from slurm_train.train.passes import Passes, ReplicaPasses, ShardPasses
 from slurm_train.train.step import StepFacts, Stepper, StepResult, build_stepper
-from tests.support.ranks import make_rank
+from tests.support.ranks import make_parts, make_rank
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 CPU = torch.device("cpu")
@@ -75,11 +76,13 @@ def make_stepper(
     factor = None if scale is None else scale.factor
     module = TrainingModule(Objective(model), stop=stop or StopFlag(), device=CPU, autocast=autocast, factor=factor)
     wrapped = build_ddp(module, ddp=config.ddp, device=CPU) if wraps else None
-    passes: Passes = ReplicaPasses(rank, module, wrapped)
+    inputs = ModelInputs(CPU, autocast=autocast)
+    passes: Passes = ReplicaPasses(rank, inputs, module, wrapped)
     optimizer = build_optimizer(model, optim=config.optim)
     if shards:
         parameters = parameters_of(optimizer)
-        passes = ShardPasses(rank, model=model, objective=Objective(model), parameters=parameters, factor=factor)
+        shard: dict[str, Any] = {"model": model, "objective": Objective(model), "parameters": parameters}
+        passes = ShardPasses(rank, inputs, **shard, factor=factor)
     return Stepper(rank, passes, optimizer, scale=scale)
 
 
@@ -501,7 +504,7 @@ def test_offloaded_gradients_are_measured_and_used_on_the_host(monkeypatch: pyte
     optimizer = build_optimizer(model, optim=OPTIM)
     parameters = parameters_of(optimizer)
     rank = make_rank(device=torch.device("meta"))
-    passes = ShardPasses(rank, model=model, objective=Objective(model), parameters=parameters)
+    passes = ShardPasses(rank, ModelInputs(CPU), model=model, objective=Objective(model), parameters=parameters)
     stepper = Stepper(rank, passes, optimizer)
     for having in (parameters, parameters[1:]):
         for parameter in having:
@@ -522,14 +525,7 @@ def test_offloaded_gradients_are_measured_and_used_on_the_host(monkeypatch: pyte
 
 def test_one_rank_exchanges_with_nobody() -> None:
     model = make_model()
-    parts = Parts(
-        rank=make_rank(),
-        model=model,
-        optimizer=build_optimizer(model, optim=OPTIM),
-        train_data=None,  # type: ignore[arg-type]  # the data is not touched
-        heldout=None,
-        flops_per_token=(1.0, 0.0),
-    )
+    parts = make_parts(make_rank(), model, build_optimizer(model, optim=OPTIM))
     stepper = build_stepper(parts, Objective(model), before_change=lambda: None)
     assert stepper.passes.ddp is None
     assert count_collectives(lambda: step_of(stepper, make_batch())) == 0
@@ -727,6 +723,6 @@ def test_a_batch_is_copied_beside_what_the_gpu_computes(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: computing)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: log.append("pinned") or tensor)
     monkeypatch.setattr(Tensor, "record_stream", lambda _tensor, stream: log.append(f"kept for {stream.name}"))
-    (copy,) = DeviceCopies(torch.device("meta"))((torch.ones(2),))
+    (copy,) = DeviceCopies(torch.device("meta")).copy((torch.ones(2),))
     assert copy.device.type == "meta"
     assert log == ["on copies", "pinned", "off copies", "computing waits for copies", "kept for computing"]

@@ -23,18 +23,23 @@ def main() -> int:
     orders = json.loads(sys.argv[1])
 
     from slurm_train.config.schema import RunConfig, build_config
+    from slurm_train.distributed.place import RankPlace
+    from slurm_train.session.rank_run import display_of
     from slurm_train.train.build import train
     from tests.support.ranks import make_rank
 
+    config = build_config(RunConfig, orders["config"])
+    place = RankPlace.from_env(os.environ)
     rank = make_rank(
         Path(orders["run"]),
-        build_config(RunConfig, orders["config"]),
-        rank=int(os.environ["RANK"]),
-        ranks=int(os.environ["WORLD_SIZE"]),
+        config,
+        rank=place.rank,
+        ranks=place.world_size,
         port=orders["port"],
         attempt=orders["attempt"],
         stop=stop,
         env=dict(os.environ),
+        display=display_of(config, place, os.environ),
     )
     if orders.get("beats"):
         rank.heartbeat.start(rank.run, rank.attempt, rank=rank.place.rank, host=os.uname().nodename, limits=None)

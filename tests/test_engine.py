@@ -1,0 +1,92 @@
+"""The engine counted: one mechanism where there could be several. Each row names what is found beyond it.
+
+As in `test_architecture` a row is a function of a source tree, and a small tree that breaks it is found.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_architecture import PACKAGE, REPOSITORY, Tree, room_of
+
+ROOMS = ("train", "session")
+# Outside of a run there is no RankRun.
+SPEAKERS = {"session.interface"}
+# What a rank knows is made in steps, of which each returns a value of its own.
+OF_A_RANK = {"session.rank_run", "train.context"}
+
+
+def of_rooms(tree: Tree, rooms: tuple[str, ...] = ROOMS) -> Iterator[tuple[str, ast.Module]]:
+    for module, parsed in tree.parsed.items():
+        if room_of(module) in rooms:
+            yield module, parsed
+
+
+def other_speakers(tree: Tree) -> list[str]:
+    """Lines of rank 0 that do not go through `RankRun.say`."""
+    found = []
+    for module, parsed in of_rooms(tree):
+        for node in ast.walk(parsed):
+            is_own_way = isinstance(node, ast.FunctionDef) and node.name in ("_say", "_print")
+            if isinstance(node, ast.If) and "is_first" in ast.unparse(node.test):
+                calls = [inner for line in node.body for inner in ast.walk(line) if isinstance(inner, ast.Call)]
+                is_own_way = any(
+                    ast.unparse(call).startswith("print(") and "sys.stderr" in ast.unparse(call) for call in calls
+                )
+            if is_own_way and module not in SPEAKERS:
+                found.append(f"{module}:{node.lineno}")
+    return found
+
+
+def set_later(tree: Tree) -> list[str]:
+    """What a rank knows that could be set after it was made."""
+    found = []
+    for module, parsed in of_rooms(tree):
+        for node in ast.walk(parsed):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                if isinstance(target, ast.Attribute) and ast.unparse(target.value) in ("rank", "parts", "built"):
+                    found.append(f"{module}:{node.lineno} sets {ast.unparse(target)}")
+            if isinstance(node, ast.ClassDef) and module in OF_A_RANK:
+                words = [ast.unparse(decorator) for decorator in node.decorator_list]
+                if not any("frozen=True" in word for word in words):
+                    found.append(f"{module}:{node.lineno} {node.name} is not frozen")
+    return found
+
+
+ROWS: dict[str, Callable[[Tree], list[str]]] = {
+    "rank 0 speaks in one way": other_speakers,
+    "what a rank knows is frozen": set_later,
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_the_row_is_met(row: Callable[[Tree], list[str]]) -> None:
+    assert row(Tree(REPOSITORY / PACKAGE)) == []
+
+
+BREACHES = [
+    ("rank 0 speaks in one way", "train/a.py", "if place.is_first:\n    print(1, file=sys.stderr)\n", "train.a:1"),
+    ("rank 0 speaks in one way", "session/a.py", "class A:\n    def _say(self): pass\n", "session.a:2"),
+    ("what a rank knows is frozen", "train/a.py", "parts.measured = 1\n", "train.a:1 sets parts.measured"),
+    (
+        "what a rank knows is frozen",
+        "train/context.py",
+        "@dataclass(slots=True)\nclass Rank: pass\n",
+        "train.context:2 Rank is not frozen",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "file", "text", "finding"), BREACHES, ids=[f"{row}: {file}" for row, file, _, _ in BREACHES]
+)
+def test_a_breach_is_found(row: str, file: str, text: str, finding: str, tmp_path: Path) -> None:
+    path = tmp_path / PACKAGE / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert ROWS[row](Tree(tmp_path / PACKAGE)) == [finding]
