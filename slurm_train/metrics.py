@@ -351,6 +351,11 @@ class Display:
         self._clock = clock
         self._bar: tuple[Progress, TaskID] | None = None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next `show` is welcome."""
+        return self._clock() >= self.due_s
+
     def begin(self, *, max_steps: int) -> None:
         """Says how many steps the whole run has, before the first one is shown."""
         self.max_steps = max_steps
@@ -386,7 +391,7 @@ class Display:
             num_batches: those of the whole evaluation.
             elapsed_s: seconds since it began.
         """
-        if elapsed_s < _LINE_EVERY_S or self._clock() < self.due_s:
+        if elapsed_s < _LINE_EVERY_S or not self.is_due:
             return
         self.due_s = self._clock() + (_LINE_EVERY_S if self._bar is None else self._every_s)
         left = countdown((num_batches - num_done) * elapsed_s / max(num_done, 1))

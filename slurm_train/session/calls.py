@@ -10,7 +10,7 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.session.interface import no_rank_error
 from slurm_train.session.peers import GroupChooser
-from slurm_train.session.progress import Progress
+from slurm_train.session.progress import ReportedProgress
 
 _CALLS = ("should_stop", "save", "newest", "training")
 
@@ -24,7 +24,7 @@ class CollectiveCalls:
         progress: of this rank.
     """
 
-    def __init__(self, place: RankPlace, group: GroupChooser, progress: Progress) -> None:
+    def __init__(self, place: RankPlace, group: GroupChooser, progress: ReportedProgress) -> None:
         self.group = group
         self._place = place
         self._progress = progress

@@ -25,7 +25,7 @@ from slurm_train.session.checkpoints import SessionCheckpoints
 from slurm_train.session.interface import Checkpoint, Session, Training, whole_step
 from slurm_train.session.losses import LossWatch
 from slurm_train.session.peers import GroupChooser
-from slurm_train.session.progress import Progress
+from slurm_train.session.progress import ReportedProgress
 from slurm_train.session.rank_run import RankRun
 from slurm_train.session.saving import DirectorySave
 from slurm_train.session.signals import install
@@ -55,7 +55,7 @@ class JoinedSession(Session):
         self._is_under_agent = is_under_agent
         group = GroupChooser(rank)
         losses = LossWatch(rank) if rank.place.is_first else None
-        self._progress = Progress(rank, choose_device=lambda: self.device, losses=losses)
+        self._progress = ReportedProgress(rank, choose_device=lambda: self.device, losses=losses)
         self._calls = CollectiveCalls(rank.place, group, self._progress)
         self._checkpoints = SessionCheckpoints(rank, losses=losses)
         self._stopping = Stopping(rank, spent=self._progress.spent, group=group)
@@ -119,9 +119,8 @@ class JoinedSession(Session):
     def should_stop(self) -> str:
         """See `Session.should_stop`."""
         guard_calls(self._rank.stop)
-        if self._place.is_first:
-            self._stopping.look()
-            self._warn_of_other_handlers()
+        self._stopping.look()
+        self._warn_of_other_handlers()
         if self._stop_reason:
             return self._stop_reason
         if not self._calls.meet("should_stop", requested=bool(self._rank.stop.requested)):
@@ -223,7 +222,8 @@ class JoinedSession(Session):
         finally:
             if self._place.is_first and self._rank.stop.requested and not self._stop_reason:
                 note_signal(self._rank.run, self._rank.attempt, self._rank.stop.ask()[0])
-            self._progress.end()
+            self._rank.heartbeat.mark("end")
+            self._progress.close()
             self._rank.stop.let_children_end()
 
     def _warn_of_steps_without_a_save(self) -> None:
@@ -307,19 +307,17 @@ class JoinedSession(Session):
         """Surrounds each save: the ranks meet, a step that no resume would choose is refused, the time is set apart."""
         self._calls.require_rank("save")
         progress = self._progress
-        clock = progress.heartbeat.clock
-        start_s = clock()
         phase = progress.heartbeat.phase
         progress.mark("save")
         try:
-            self._calls.meet("save", step=step)
-            self._warn_of_accumulation(step)
-            on_rank_zero(self._calls.group(), lambda: self._checkpoints.require_resumable(step))
-            progress.begin_save(step)
-            yield
-            self._checkpoints.add_save(step)
+            with progress.span("checkpoint_stall_s"):
+                self._calls.meet("save", step=step)
+                self._warn_of_accumulation(step)
+                on_rank_zero(self._calls.group(), lambda: self._checkpoints.require_resumable(step))
+                progress.begin_save(step)
+                yield
+                self._checkpoints.add_save(step)
         finally:
-            progress.set_apart(clock() - start_s, "checkpoint_stall_s")
             progress.heartbeat.mark(phase)
 
     @contextlib.contextmanager
@@ -336,17 +334,14 @@ class JoinedSession(Session):
     @contextlib.contextmanager
     def _around_load(self) -> Iterator[None]:
         """Surrounds the choice and the loading of a checkpoint: the ranks meet, the time is set apart."""
-        clock = self._rank.clock
-        start_s = clock()
-        self._calls.meet("newest")
-        yield
-        self._progress.begin_at(self._checkpoints.resumed_step)
-        self._progress.set_apart(clock() - start_s, "load_s")
+        with self._progress.span("load_s"):
+            self._calls.meet("newest")
+            yield
+            self._progress.begin_at(self._checkpoints.resumed_step)
 
     def _note_longest_save(self, seconds: float) -> None:
         spent = self._progress.spent
-        if spent is not None:
-            spent.longest_save_s = max(spent.longest_save_s, seconds)
+        spent.longest_save_s = max(spent.longest_save_s, seconds)
 
     @property
     def _steps_done(self) -> int:
@@ -376,7 +371,8 @@ class JoinedSession(Session):
 
     def _warn_of_other_handlers(self) -> None:
         """Says once that a library or the program has installed other handlers of the stop signals since `join`."""
-        replaced = [] if self._has_warned else self._rank.stop.replaced()
+        is_asked = self._place.is_first and not self._has_warned
+        replaced = self._rank.stop.replaced() if is_asked else []
         if not replaced:
             return
         self._has_warned = True

@@ -1,6 +1,6 @@
-"""The progress of one rank of a program: its heartbeat, the times of its steps, and on rank 0 numbers and account.
+"""The progress of one rank: its heartbeat, the times of its steps, and on rank 0 numbers and account.
 
-The heartbeat's thread writes what is not written yet, so a step needs no system call.
+`Progress` is the trainer's, too (`train.progress`); `ReportedProgress` is that of a program with its own loop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slurm_train.checkpoint.verify import newest_committed_step
@@ -32,7 +32,96 @@ _ACCOUNT_EVERY_S = 2.0
 
 
 class Progress:
-    """What one rank has done so far.
+    """What one rank has done, and what its time went into; rank 0 writes the lines of metrics.jsonl and the account.
+
+    The heartbeat's thread writes what is not written yet, so a step needs no system call and waits for no disk.
+
+    Args:
+        rank: this rank.
+        spent: what its time was spent on before.
+    """
+
+    def __init__(self, rank: RankRun, *, spent: Spent) -> None:
+        self.spent = spent
+        """What this rank has used its time for; rank 0's is written."""
+        self.heartbeat = rank.heartbeat
+        self._rank = rank
+        place = rank.place
+        self._is_first = place.is_first
+        self._times = StepTimes(rank.run, rank.attempt, rank=place.rank, host=place.host, clock=rank.clock)
+        self._lines: deque[dict[str, Any]] = deque()
+        """Lines of metrics.jsonl that are not written yet."""
+        self._writer: MetricsWriter | None = None
+        self._lock = threading.Lock()
+        self._account_due_s = 0.0
+        rank.heartbeat.periodic_work = self._write_when_due
+
+    @contextlib.contextmanager
+    def span(self, cause: str) -> Iterator[None]:
+        """Excludes what is done within it from the present step.
+
+        Args:
+            cause: account of `Spent` that its time goes to.
+        """
+        start_s = self._rank.clock()
+        try:
+            yield
+        finally:
+            self.leave_out(self._rank.clock() - start_s, cause)
+
+    def leave_out(self, seconds: float, cause: str) -> None:
+        """Excludes time that belongs to no step from the present one; see `span`."""
+        self.spent.add(cause, seconds)
+
+    def add_line(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Adds a line of metrics.jsonl; rank 0 does."""
+        if self._is_first:
+            facts = {"attempt": self._rank.attempt, "world_size": self._rank.place.world_size}
+            self._lines.append({"step": step, **numbers, **facts, "time_unix_s": time.time()})
+
+    def write_lines(self) -> None:
+        """Writes the lines of metrics.jsonl."""
+        with self._lock:
+            if self._lines and self._writer is None:
+                self._writer = MetricsWriter(self._rank.run.metrics)
+            while self._lines:
+                assert self._writer is not None
+                self._writer.write(self._lines[0])
+                self._lines.popleft()
+
+    def make_lines_durable(self) -> None:
+        """Writes the lines, and returns when they are on disk; for rank 0, before a checkpoint is complete.
+
+        No later attempt reports the steps before a checkpoint again. A failure to write them does not stop training.
+        """
+        if self._is_first:
+            with contextlib.suppress(OSError):
+                self.write_lines()
+                fsync_file(self._rank.run.metrics)
+
+    def close(self) -> None:
+        """Writes all that is not written yet; the time from now on belongs to no step."""
+        self.write_lines()
+        self.make_lines_durable()
+        self._times.keep()
+        self._write_account()
+
+    def _write_when_due(self) -> None:
+        self.write_lines()
+        self._times.keep_when_due()
+        now_s = time.monotonic()
+        if now_s >= self._account_due_s:
+            self._account_due_s = now_s + _ACCOUNT_EVERY_S
+            self._write_account()
+
+    def _write_account(self) -> None:
+        if self._is_first:
+            self.spent.suspended_s = self._rank.clock.away_s
+            self.spent.write(self._rank.run.account(self._rank.attempt))
+
+
+class ReportedProgress(Progress):
+    """The progress of a program with its own loop, by its reports.
 
     Wide because its sums and times belong together: all of them change at the same report.
 
@@ -43,12 +132,9 @@ class Progress:
     """
 
     def __init__(self, rank: RankRun, *, choose_device: Callable[[], torch.device], losses: LossWatch | None) -> None:
-        self._rank = rank
+        super().__init__(rank, spent=Spent(begin_unix_s=time.time()))
         self._choose_device = choose_device
         self._losses = losses
-        self.heartbeat = rank.heartbeat
-        self.spent = Spent(begin_unix_s=time.time()) if rank.place.is_first else None
-        """What rank 0 has used its time for; None on the others."""
         self._told = ProgramProgress()
         """How far the program has come, for the supervisor; rank 0 writes it."""
         self.step: int | None = None
@@ -59,22 +145,15 @@ class Progress:
         """When it was reported."""
         self._apart_s = 0.0
         """Seconds since then that belong to no step: mostly saves."""
-        self._times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
         self._pace: PaceProbe | None = None
         """Measures this rank's own part of a step; from the second report on."""
-        self._lines: deque[dict[str, Any]] = deque()
-        """Lines of metrics.jsonl that are not written yet."""
-        self._writer: MetricsWriter | None = None
-        self._lock = threading.Lock()
         self._told_lock = threading.Lock()
-        self._account_due_s = 0.0
 
     def start(self) -> None:
         """Starts the heartbeat."""
         rank = self._rank
         heartbeat = self.heartbeat
         heartbeat.phase = "joined"
-        heartbeat.periodic_work = self._write_when_due
         heartbeat.record = _newest_collectives
         heartbeat.start(
             rank.run,
@@ -117,8 +196,8 @@ class Progress:
     def add_evaluation(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Adds the numbers of an evaluation."""
         self.heartbeat.marks += 1
-        if self._rank.place.is_first and not self._is_before_resume(step):
-            self._lines.append(self._line(step, numbers))
+        if self._is_first and not self._is_before_resume(step):
+            self.add_line(step, _for_json(numbers))
 
     def add_step(self, step: int, numbers: Mapping[str, Any], *, resumed_step: int) -> None:
         """Adds the steps since the last report, and numbers.
@@ -147,7 +226,7 @@ class Progress:
             self.step = step
             self._since_s = now_s
             self._apart_s = 0.0
-        if self.spent is None:
+        if not self._is_first:
             return
         self._tell_step(step, numbers)
         if previous is None:
@@ -158,8 +237,8 @@ class Progress:
             self.spent.add_steps(num_steps, seconds=seconds, data_wait_s=0.0)
         if not numbers:
             return
-        line = self._step_line(step, numbers, is_new=step != previous)
-        self._lines.append(line)
+        line = self._step_line(numbers, is_new=step != previous)
+        self.add_line(step, line)
         if self._losses is not None and "loss" in numbers:
             loss = line["loss"]
             # Converted once: for a tensor on a GPU each conversion waits for the GPU. null is NaN or infinite.
@@ -175,67 +254,24 @@ class Progress:
             # The program may end by `os._exit` right after this report.
             self._write_told()
 
-    def set_apart(self, seconds: float, cause: str) -> None:
-        """Excludes time that belongs to no step from the present step.
-
-        Args:
-            seconds: the time.
-            cause: account of `Spent` that it goes to.
-        """
+    def leave_out(self, seconds: float, cause: str) -> None:
+        """See `Progress.leave_out`."""
+        super().leave_out(seconds, cause)
         self._apart_s += seconds
         if self._pace is not None:
             self._pace.leave_out()
-        if self.spent is not None:
-            self.spent.add(cause, seconds)
 
     def add_exchange(self, seconds: float) -> None:
         """Adds time in which this rank waited for others outside of the model's own exchanges."""
         if self._pace is not None:
             self._pace.exchange_s += seconds
 
-    def write_lines(self) -> None:
-        """Writes the lines of metrics.jsonl."""
-        with self._lock:
-            if self._lines and self._writer is None:
-                self._writer = MetricsWriter(self._rank.run.metrics)
-            while self._lines:
-                assert self._writer is not None
-                self._writer.write(self._lines[0])
-                self._lines.popleft()
-
-    def make_lines_durable(self) -> None:
-        """Writes the lines, and returns when they are on disk; for rank 0, before a checkpoint is complete.
-
-        No later attempt reports the steps before a checkpoint again. A failure to write them does not stop training.
-        """
-        if self._rank.place.is_first:
-            with contextlib.suppress(OSError):
-                self.write_lines()
-                fsync_file(self._rank.run.metrics)
-
-    def end(self) -> None:
-        """Writes all that is not written yet; the time from now on belongs to no step."""
-        self.heartbeat.mark("end")
-        self.write_lines()
-        self._times.keep()
-        self._write_account()
-
-    def _write_when_due(self) -> None:
-        self.write_lines()
-        self._times.keep_when_due()
-        now_s = time.monotonic()
-        if now_s >= self._account_due_s:
-            self._account_due_s = now_s + _ACCOUNT_EVERY_S
-            self._write_account()
-
     def _write_account(self) -> None:
-        if self.spent is not None:
-            self.spent.suspended_s = self.heartbeat.clock.away_s
-            self.spent.write(self._rank.run.account(self._rank.attempt))
+        super()._write_account()
         self._write_told()
 
     def _write_told(self) -> None:
-        if self._rank.place.is_first:
+        if self._is_first:
             # The thread of the heartbeat writes as well.
             with self._told_lock:
                 self._told.write(self._rank.run.program(self._rank.attempt))
@@ -267,8 +303,8 @@ class Progress:
         self._pace.end()
         self._pace.begin()
 
-    def _step_line(self, step: int, numbers: Mapping[str, Any], *, is_new: bool) -> dict[str, Any]:
-        line = self._line(step, numbers)
+    def _step_line(self, numbers: Mapping[str, Any], *, is_new: bool) -> dict[str, Any]:
+        line = _for_json(numbers)
         if is_new and not any(name.startswith("eval_") for name in numbers):
             # Readers recognize the line of a step by its loss, and let it supersede what the step has had before.
             line.setdefault("loss", None)
@@ -276,10 +312,9 @@ class Progress:
             line["step_time_s"] = self._step_s
         return line
 
-    def _line(self, step: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        values = {name: _number(value) for name, value in numbers.items() if name != "step"}
-        facts = {"attempt": self._rank.attempt, "world_size": self._rank.place.world_size, "time_unix_s": time.time()}
-        return {"step": step, **values, **facts}
+
+def _for_json(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _number(value) for name, value in numbers.items() if name != "step"}
 
 
 def _number(value: Any) -> float | int | None:

@@ -21,7 +21,7 @@ class Stopping:
 
     Args:
         rank: this rank.
-        spent: what rank 0 has measured so far; None on the others, which do not look at the clock.
+        spent: what this rank has measured so far.
         group: returns the group of the ranks that decide together; None for one process.
         clock: seconds since 1970.
     """
@@ -30,7 +30,7 @@ class Stopping:
         self,
         rank: RankRun,
         *,
-        spent: Spent | None,
+        spent: Spent,
         group: Callable[[], Group | None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -39,12 +39,14 @@ class Stopping:
         self._group = group
         self._clock = clock
         # Before the first save of this attempt, the times of the previous attempt are the best estimate.
-        self._previous = read_measured(rank.run) if spent is not None else None
+        self._previous = read_measured(rank.run) if rank.place.is_first else None
         self._notice = Notice()
         self._next_read_s = 0.0
 
     def look(self) -> None:
-        """Asks for a stop if the STOP file exists, or the time limit is near. Rank 0 only."""
+        """Asks for a stop if the STOP file exists, or the time limit is near; rank 0 looks."""
+        if not self._rank.place.is_first:
+            return
         stop = self._rank.stop
         stop.look_at(self._rank.run.stop_file)
         notice = self._read()
@@ -79,8 +81,7 @@ class Stopping:
     @property
     def _measured(self) -> Spent | None:
         """The longest times of this attempt; before its first save those of the previous attempt."""
-        spent = self._spent
-        return spent if spent is not None and spent.longest_save_s else self._previous
+        return self._spent if self._spent.longest_save_s else self._previous
 
     def _decide_save(self, step: int) -> tuple[float | None, str]:
         asked_by, left_s, save_s = self._ask()

@@ -32,8 +32,9 @@ from slurm_train.train.ending import end_training
 from slurm_train.train.evaluate import build_evaluator, find_measured
 from slurm_train.train.health import Health, position_after_rollbacks
 from slurm_train.train.layout import apply_parallelism, failures_explained
-from slurm_train.train.metrics import build_recorder, flops_per_token
+from slurm_train.train.metrics import flops_per_token
 from slurm_train.train.optimizer import build_optimizer, build_schedule, note_on_rate, require_rules_fit, to_training
+from slurm_train.train.progress import build_progress
 from slurm_train.train.samples import (
     begin_stream,
     build_global_batches,
@@ -45,7 +46,6 @@ from slurm_train.train.samples import (
 from slurm_train.train.start_up import StartUp
 from slurm_train.train.step import build_stepper
 from slurm_train.train.stops import Stops
-from slurm_train.train.timing import build_timing
 from slurm_train.train.trainer import Trainer
 
 TURN_OF_A_THREAD_S = 5e-5
@@ -79,8 +79,7 @@ def train(rank: Rank) -> int:
             finished = trainer.run()
         rank.heartbeat.mark("end")
     finally:
-        if trainer.recorder is not None:
-            trainer.recorder.close()
+        trainer.progress.close()
     end_training(trainer, finished=finished)
     shutdown()
     return EXIT_DONE if finished else EXIT_REQUEUE
@@ -237,9 +236,6 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
     is_stream = isinstance(parts.train_data, StreamSource)
     few = "" if is_stream else note_of_few(len(parts.train_data), global_size=rank.plan.global_size)
     rank.say(*notes, few)
-    recorder = None
-    if rank.place.is_first:
-        recorder = build_recorder(parts, spent, first_step=position.step, max_steps=max_steps)
 
     # The data from that position on.
     split = build_split(rank, is_over=position.step >= max_steps)
@@ -268,8 +264,8 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
         checkpointer=checkpointer,
         num_rollbacks=num_rollbacks,
     )
-    stops = Stops(rank, spent=spent if rank.place.is_first else None)
-    stops.is_agreed = bool(position.ended)
+    stops = Stops(rank, spent=spent)
+    stops.agree(bool(position.ended))
     to_training(parts.optimizer)
     return Trainer(
         parts=parts,
@@ -282,8 +278,9 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
         evaluator=evaluator,
         checkpointer=checkpointer,
         stops=stops,
-        timing=build_timing(rank, stepper.passes, split),
-        recorder=recorder,
+        progress=build_progress(
+            parts, stepper.passes, split, spent=spent, first_step=position.step, max_steps=max_steps
+        ),
         callbacks=callbacks,
         start_up=StartUp(rank, parts.model, compile_cache=compile_cache),
     )

@@ -18,7 +18,7 @@ from slurm_train.session.signals import StopFlag
 
 # Places of the agreed numbers: each rank gives its own, and they are summed over micro-batches and averaged over ranks.
 STOP = 0
-"""1 on a rank that was asked to stop."""
+"""1 on a rank that was asked to stop: its request travels with the gradients (`train.stops`)."""
 COUNT = 1
 """Items."""
 LOSS = 2

@@ -31,13 +31,13 @@ from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import mix, seed_streams, stream_positions
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import Objective, labels_in
-from slurm_train.session.signals import StopFlag
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.callbacks import Callback, Monitor
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.continuity import Measured
 from slurm_train.train.inputs import ModelInputs
 from slurm_train.train.preserve import modes_kept, preserved
+from slurm_train.train.stops import by_exchange
 
 _MOST_NUMBERS = 1024
 _BLOCK = 8
@@ -98,7 +98,7 @@ class Evaluator:
         for num_done, (first, batch, counts) in enumerate(self._all_batches()):
             self.rank.heartbeat.mark("evaluate")
             self.rank.display.show_evaluation(num_done, self._num_batches(), elapsed_s=self.rank.clock() - start_s)
-            is_stopping = bool(stop.requested) if is_whole else _is_any_requested(stop)
+            is_stopping = bool(stop.requested) if is_whole else by_exchange(stop)
             if is_stopping:
                 return None
             own_part = self._on_device(batch)
@@ -317,13 +317,6 @@ def _as_numbers(totals: dict[str, Tensor]) -> dict[str, float]:
         for place, number in zip(places, value.flatten().tolist(), strict=True):
             numbers["_".join((name, *map(str, place)))] = number
     return numbers
-
-
-def _is_any_requested(stop: StopFlag) -> bool:
-    """Returns whether any rank was asked to stop. Collective over all ranks, on the host."""
-    requested = torch.tensor(int(bool(stop.requested)), dtype=torch.int64)
-    dist.all_reduce(requested, op=dist.ReduceOp.MAX)
-    return bool(requested.item())
 
 
 def evaluator_of(parts: Parts, objective: Objective, source: SampleSource) -> Evaluator:

@@ -24,10 +24,11 @@ from slurm_train.rundir.scores import Score, named
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.following import Follower, Waiting, summary_of
 from slurm_train.train.build import build_alone, join
-from slurm_train.train.context import Rank, gather
+from slurm_train.train.context import Rank
 from slurm_train.train.ending import write_result
 from slurm_train.train.evaluate_checkpoint import load_weights, measure, require_same_samples
 from slurm_train.train.metrics import format_measures
+from slurm_train.train.stops import by_exchange
 
 _LOOK_S = 0.5
 _LONGEST_LOOK_S = 2.0
@@ -52,7 +53,7 @@ def follow_checkpoints(rank: Rank) -> int:
     while True:
         rank.heartbeat.mark("evaluate")
         look = on_rank_zero(group, first.look if first is not None else _nothing)
-        if any(gather(bool(rank.stop.requested))):
+        if by_exchange(rank.stop):
             shutdown()
             return EXIT_REQUEUE
         if look.is_over:

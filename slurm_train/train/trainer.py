@@ -5,6 +5,7 @@ A stop is acted upon only where every rank has read the same reduced value, so a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,14 +20,14 @@ from slurm_train.train.checkpointer import Checkpointer
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Health, refuse
-from slurm_train.train.metrics import Recorder, format_measures
+from slurm_train.train.metrics import format_measures
 from slurm_train.train.optimizer import Schedule, averaged, to_average
 from slurm_train.train.position import Position
+from slurm_train.train.progress import TrainingProgress
 from slurm_train.train.samples import Samples
 from slurm_train.train.start_up import StartUp, collect_garbage, give_back_garbage, take_over_garbage
 from slurm_train.train.step import StepFacts, Stepper, StepResult
 from slurm_train.train.stops import Stops
-from slurm_train.train.timing import Timing
 
 # Time to end in order, so that the supervisor can bring the job back.
 _END_S = 3.0
@@ -54,10 +55,8 @@ class Trainer:
     """Gives what a checkpoint has of the training."""
     stops: Stops
     """How the training ends before its last step."""
-    timing: Timing
-    """What steps take."""
-    recorder: Recorder | None
-    """Rank 0's; None on the others."""
+    progress: TrainingProgress
+    """What steps take, and what their time was spent on."""
     callbacks: Mapping[str, Callback]
     start_up: StartUp | None
     """None once the first step of this attempt is done."""
@@ -90,8 +89,7 @@ class Trainer:
         Either way the last position is in a durable checkpoint, unless `stops.not_saved` says why not.
         """
         self._call("on_start")
-        if self.recorder is not None:
-            self.recorder.restart_window()
+        self.progress.restart_window()
         # A run that was killed between its last checkpoint and its result has only the evaluation left.
         if self.position.evaluation_due or self._is_over:
             self._evaluate()
@@ -104,9 +102,7 @@ class Trainer:
                 self._evaluate()
         finally:
             give_back_garbage()
-            if self.recorder is not None:
-                self.recorder.book(data_wait_s=self.timing.take_data_wait_s())
-            self.timing.step_times.keep()
+            self.progress.book()
         return self._end()
 
     def advance(self, to_step: int) -> None:
@@ -138,23 +134,23 @@ class Trainer:
         # Dropout is keyed by the step, so a resumed run draws what an uninterrupted one would have drawn.
         _reseed(mix(self.rank.config.seed, step, self.rank.random_stream))
         self.rank.heartbeat.step = step
-        self.timing.begin_step()
+        self.progress.begin_step()
         return facts
 
     def _account(self, facts: StepFacts, result: StepResult | None) -> None:
         """Counts the step, and reads the newest result; on a GPU that of the step before, None after the first."""
-        timing = self.timing
+        progress = self.progress
         if self.start_up is None:
-            timing.add_step()
+            progress.add_step()
         if self.samples.has_digests:
-            start_s = timing.clock()
+            start_s = self.rank.clock()
             self.samples.exchange_digest(facts.step)
-            timing.probe.exchange_s += timing.clock() - start_s
+            progress.probe.exchange_s += self.rank.clock() - start_s
         self.position.step = facts.step
         self.position.samples = facts.samples
         if result is not None:
             self._read(result)
-        timing.probe.end()
+        progress.probe.end()
 
     def _read(self, result: StepResult) -> None:
         """Reads a step's reduced values, which are the same on every rank."""
@@ -163,15 +159,11 @@ class Trainer:
         if result.applied:
             self.position.items += result.num_items
             self.position.loss = result.loss
-        if result.stop:
-            self.stops.is_agreed = True
+        self.stops.agree(result.stop)
         digest = self.samples.take_digest(step)
-        if self.recorder is None:
-            return
-        self.recorder.count(result)
+        self.progress.count(result)
         if step % self.rank.config.train.log_every_steps == 0 or step == self.max_steps:
-            data_wait_s = self.timing.take_data_wait_s()
-            self.recorder.write(result, items=self.position.items, data_wait_s=data_wait_s, digest=digest)
+            self.progress.write(result, items=self.position.items, digest=digest)
         self.stops.look()
 
     def _after_step(self) -> None:
@@ -194,10 +186,9 @@ class Trainer:
             self._evaluate()
         is_last = step == self.max_steps or self.stops.is_agreed
         if (saves or self.saves.is_requested) and not is_last:
-            start_s = self.timing.clock()
-            self._before_save()
-            self.say(self.saves.save_soon(self._content, step=step))
-            self.book_time(start_s, "checkpoint_stall_s")
+            with self.progress.span("checkpoint_stall_s"):
+                self._before_save()
+                self.say(self.saves.save_soon(self._content, step=step))
 
     def _end_start_up(self, start_up: StartUp) -> None:
         passes = self.stepper.passes
@@ -214,24 +205,22 @@ class Trainer:
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
-        start_s = self.timing.clock()
+        start_s = self.rank.clock()
         contexts = [averaged(self.stepper.optimizer), *(callback.evaluating() for callback in self.callbacks.values())]
-        measures = self.evaluator.evaluate(within=contexts)
-        self.book_time(start_s, "evaluate_s")
+        with self.progress.span("evaluate_s"):
+            measures = self.evaluator.evaluate(within=contexts)
         if measures is None:
             self.position.evaluation_due = True
-            self.stops.is_agreed = True
+            self.stops.agree(True)
             return
         if self.position.evaluation_due:
             # The checkpoint of this step was written without it, and without what callbacks learn from it.
             self.saves.save_again(self.position.step)
         self.position.evaluation_due = False
         self.measures = measures
-        if self.recorder is not None:
-            self.recorder.write_evaluation(self.position.step, self.position.samples, measures)
-            self.say(f"step {self.position.step}: {format_measures(measures)}")
-            spent = self.recorder.spent
-            spent.longest_evaluation_s = max(spent.longest_evaluation_s, self.timing.clock() - start_s)
+        seconds = self.rank.clock() - start_s
+        self.progress.write_evaluation(self.position.step, self.position.samples, measures, seconds=seconds)
+        self.say(f"step {self.position.step}: {format_measures(measures)}")
         if self.callbacks:
             self._call("on_evaluation", measures)
             self._agrees_on_end()
@@ -246,11 +235,10 @@ class Trainer:
         if finished:
             to_average(self.stepper.optimizer)
         if finished or self._has_time_to_save():
-            start_s = self.timing.clock()
-            self._before_save()
-            self.saves.save(self._content, step=position.step)
-            self._pass_on_news()
-            self.book_time(start_s, "checkpoint_stall_s")
+            with self.progress.span("checkpoint_stall_s"):
+                self._before_save()
+                self.saves.save(self._content, step=position.step)
+                self._pass_on_news()
         if finished:
             self.saves.close()
         return finished
@@ -260,17 +248,15 @@ class Trainer:
         left_s, self.stops.not_saved = self.stops.decide_save(step=self.position.step)
         if not self.stops.not_saved:
             return True
-        start_s = self.timing.clock()
-        self.saves.finish_within(max(0.0, (left_s or 0.0) - _END_S))
-        self._pass_on_news()
-        self.book_time(start_s, "checkpoint_stall_s")
+        with self.progress.span("checkpoint_stall_s"):
+            self.saves.finish_within(max(0.0, (left_s or 0.0) - _END_S))
+            self._pass_on_news()
         return False
 
     def _look_at_first_batch(self) -> None:
-        start_s = self.timing.clock()
-        first = self.samples.look_at_first()
-        self.say(self.stepper.passes.arrange(first.tensors, bucket_order=self.position.bucket_order))
-        self.book_time(start_s, "compile_s")
+        with self.progress.span("compile_s"):
+            first = self.samples.look_at_first()
+            self.say(self.stepper.passes.arrange(first.tensors, bucket_order=self.position.bucket_order))
 
     def _read_pending(self) -> bool:
         """Reads the values that are still on their way; returns whether one of them took the run back."""
@@ -283,17 +269,15 @@ class Trainer:
         """Goes back to a checkpoint if a step asks for it; the samples consumed so far are not seen again."""
         if self.health.bad_step is None:
             return False
-        start_s = self.timing.clock()
-        self.stepper.forget()
-        self.samples.forget_digests()
-        self.rank.heartbeat.mark("start")
         step_before = self.position.step
-        self.position = self.health.roll_back(samples=self.position.samples)
-        if self.stepper.scale is not None:
-            self.stepper.scale.restore(self.position.loss_scale)
-        self.book_time(start_s, "load_s")
-        if self.recorder is not None:
-            self.recorder.spent.rolled_back_steps += step_before - self.position.step
+        with self.progress.span("load_s"):
+            self.stepper.forget()
+            self.samples.forget_digests()
+            self.rank.heartbeat.mark("start")
+            self.position = self.health.roll_back(samples=self.position.samples)
+            if self.stepper.scale is not None:
+                self.stepper.scale.restore(self.position.loss_scale)
+        self.progress.spent.rolled_back_steps += step_before - self.position.step
         return True
 
     def _before_save(self) -> None:
@@ -302,6 +286,9 @@ class Trainer:
         self.health.compare_replicas(self.model, step=self.position.step, before_save=True)
         self._call("on_save")
         self.rank.heartbeat.mark("save")
+        # The thread that writes the checkpoint makes them durable.
+        with contextlib.suppress(OSError):
+            self.progress.write_lines()
 
     def _content(self) -> Content:
         return self.checkpointer.content(self.position)
@@ -309,9 +296,8 @@ class Trainer:
     def _pass_on_news(self) -> None:
         """Passes on what became of background saves; one that ends the run asks for a stop, which all agree on."""
         self.rank.say(*self.saves.news())
-        if self.recorder is not None:
-            spent = self.recorder.spent
-            spent.longest_save_s = max(spent.longest_save_s, self.saves.times.longest_s)
+        spent = self.progress.spent
+        spent.longest_save_s = max(spent.longest_save_s, self.saves.times.longest_s)
         if self.saves.fatal is not None:
             self.stops.request()
 
@@ -324,8 +310,6 @@ class Trainer:
         if self._is_over:
             return False
         self.position.ended = self.stops.agree_on_end()
-        if self._is_over:
-            self.stops.is_agreed = True
         return self._is_over
 
     def _call(self, hook: str, *values: object) -> None:
@@ -353,8 +337,7 @@ class Trainer:
 
     def book_time(self, start: float, cause: str) -> None:
         """Books the time since `start`, which was no step's."""
-        if self.recorder is not None:
-            self.recorder.skip(self.timing.clock() - start, cause)
+        self.progress.leave_out(self.rank.clock() - start, cause)
 
 
 def _reseed(seed: int) -> None:

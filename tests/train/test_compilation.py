@@ -77,7 +77,7 @@ def test_the_first_node_of_each_stage_writes(tmp_path: Path, monkeypatch: pytest
         for number in range(8):
             (tmp_path / f"rank{number}").mkdir(exist_ok=True)
             rank = make_rank(tmp_path / f"rank{number}", config, rank=number, ranks=8)
-            rank.place = replace(rank.place, local_rank=number % 2, local_world_size=2)
+            rank = replace(rank, place=replace(rank.place, local_rank=number % 2, local_world_size=2))
             CompileCache(rank).keep()
     for path in tmp_path.glob("rank*/compiled/*"):
         written[int(path.parts[-3].removeprefix("rank"))] = path.name

@@ -6,6 +6,8 @@ import io
 import json
 import math
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,10 +24,12 @@ from slurm_train.assets import read_asset
 from slurm_train.config.compose import ADVICE_OF_MODEL
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.config.target import instantiate
+from slurm_train.distributed.pace import PaceProbe
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.metrics import Display
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.attempts import open_attempt
+from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
 from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent
@@ -34,21 +38,29 @@ from slurm_train.train.ending import say_stopped, write_result
 from slurm_train.train.evaluate import _as_numbers, measures
 from slurm_train.train.metrics import (
     GpuReader,
-    Recorder,
     flops_per_token,
     peak_flops,
 )
 from slurm_train.train.position import Position
+from slurm_train.train.progress import TrainingProgress
 from slurm_train.train.step import StepFacts, StepResult
 from slurm_train.train.texts import printable, sample_text, say_text
-from tests.support.ranks import make_rank
+from tests.support.ranks import make_parts, make_rank
+
+
+def progress_of(rank: Rank, source: Any, clock: Callable[[], float]) -> TrainingProgress:
+    """Returns the record of steps that nothing else measures."""
+    rank = replace(rank, heartbeat=Heartbeat(clock=AwakeClock(monotonic=clock)))
+    none: Any = None
+    probe = PaceProbe(None, rank.heartbeat, every=None, data_wait_s=lambda: 0.0, on_device=False)
+    spent = Spent(begin_unix_s=0.0)
+    return TrainingProgress(make_parts(rank, none, none, source), spent=spent, probe=probe, data_wait_s=lambda: 0.0)
 
 
 def test_the_display_ends_at_the_newest_step(tmp_path: Path) -> None:
     stream, clock, source = io.StringIO(), count(0.0, 1.0).__next__, range(64)
     display = Display(stream, max_steps=3, every_s=1e9, clock=clock)
-    facts: dict[str, Any] = {"source": source, "spent": Spent(begin_unix_s=0.0)}
-    recorder = Recorder(make_rank(tmp_path, display=display), **facts, flops_per_token=(0.0, 0.0), clock=clock)
+    recorder = progress_of(make_rank(tmp_path, display=display), source, clock)
     for step in (1, 2, 3):
         recorder.count(StepResult(StepFacts(step, 4 * step, 0.1), False, 4, 1.0 / step, 0, 0.5))
     recorder.close()
@@ -64,15 +76,14 @@ def test_a_rate_is_of_samples_or_of_tokens_whatever_else_took_time(tmp_path: Pat
     now = [100.0]
     source = SimpleNamespace(bytes_per_target=1.0) if is_text else SimpleNamespace()
     source = type("Source", (), {"__len__": lambda _: 64, **vars(source)})()
-    facts: dict[str, Any] = {"source": source, "spent": Spent(begin_unix_s=0.0)}
-    recorder = Recorder(make_rank(tmp_path), **facts, flops_per_token=(0.0, 0.0), clock=lambda: now[0])
+    recorder = progress_of(make_rank(tmp_path), source, lambda: now[0])
     for step in (1, 2, 3):
         now[0] += 60.0 if step == 1 else 2.0
         result = StepResult(StepFacts(step, 4 * step, 0.1, size=4), False, 400, 1.0, 0, 0.5)
         recorder.count(result)
         now[0] += 5.0
-        recorder.skip(5.0, "evaluate_s")
-    recorder.write(result, items=1200, data_wait_s=0.0, digest=None)
+        recorder.leave_out(5.0, "evaluate_s")
+    recorder.write(result, items=1200, digest=None)
     recorder.close()
     (line,) = [json.loads(words) for words in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert line["step_time_s"] == 2.0
