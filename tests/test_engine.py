@@ -6,6 +6,7 @@ As in `test_architecture` a row is a function of a source tree, and a small tree
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -78,9 +79,34 @@ def other_agreements(tree: Tree) -> list[str]:
     return found
 
 
-def calls(tree: Tree, names: tuple[str, ...]) -> Iterator[tuple[str, ast.Call]]:
+def compared_targets(tree: Tree) -> list[str]:
+    """Names of this package's data sets outside of the one module that knows what each is."""
+    found = []
+    for module, parsed in tree.parsed.items():
+        if module == "config.data_kinds":
+            continue
+        for node in ast.walk(parsed):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if re.fullmatch(r"slurm_train\.data\.\w+\.build\w*", text):
+                found.append(f"{module}:{node.lineno} names {text}")
+    return found
+
+
+def asked_attributes(tree: Tree) -> list[str]:
+    """Questions to a source by the names of attributes that it may have, beside `data.source.describe`."""
+    names = {"lengths", "bytes_per_target", "encoding", "shards", "draws_at_random", "collates_at_random", "context"}
+    found = []
+    for module, call in calls(tree, ("hasattr", "getattr"), rooms=("train", "data")):
+        asked = call.args[1].value if isinstance(call.args[1], ast.Constant) else None
+        # A map-style data set is a user's own, and no source yet.
+        if asked in names and module not in ("data.source", "data.mapstyle"):
+            found.append(f"{module}:{call.lineno}")
+    return found
+
+
+def calls(tree: Tree, names: tuple[str, ...], *, rooms: tuple[str, ...] = ROOMS) -> Iterator[tuple[str, ast.Call]]:
     """Yields the calls of functions of these names."""
-    for module, parsed in of_rooms(tree):
+    for module, parsed in of_rooms(tree, rooms):
         for node in ast.walk(parsed):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in names:
                 yield module, node
@@ -91,6 +117,8 @@ ROWS: dict[str, Callable[[Tree], list[str]]] = {
     "what a rank knows is frozen": set_later,
     "one record of progress": other_records,
     "a stop is agreed on by two carriers": other_agreements,
+    "what a data set is, one module knows": compared_targets,
+    "a source describes itself": asked_attributes,
 }
 
 
@@ -116,6 +144,13 @@ BREACHES = [
     ),
     ("one record of progress", "train/a.py", "MetricsWriter(run.metrics)\n", "train.a:1"),
     ("a stop is agreed on by two carriers", "train/a.py", "any(gather(bool(stop.requested)))\n", "train.a:1"),
+    (
+        "what a data set is, one module knows",
+        "start/a.py",
+        "x = 'slurm_train.data.text.build'\n",
+        "start.a:1 names slurm_train.data.text.build",
+    ),
+    ("a source describes itself", "train/a.py", "hasattr(source, 'encoding')\n", "train.a:1"),
     ("a stop is agreed on by two carriers", "train/a.py", "self.stops.is_agreed = True\n", "train.a:1"),
 ]
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from slurm_train.config.data_kinds import PACKED, kind_of
 from slurm_train.config.schema import CAUSAL_LM, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import byte_size
 
 OFFLINE = "HF_HUB_OFFLINE"
-_PACKED = "slurm_train.data.text.build_packed"
 _CONFIG = "config.json"
 _REFERENCE = re.compile(rf"([\w][\w.-]*/[\w][\w.-]*?)(/{re.escape(_CONFIG)})?(?:@([\w][\w./-]*))?", re.ASCII)
 _SNAPSHOT = re.compile(r"(.*/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40}))(?:/[^/]+)?")
@@ -128,7 +128,7 @@ def pin_hub_files(config: RunConfig, *, cwd: Path) -> tuple[RunConfig, tuple[Hub
     if model is not None and model.get("_target_") == CAUSAL_LM:
         named = model.get("path")
         model = _pin_model(model, cwd, pinned)
-    if data is not None and data.get("_target_") == _PACKED and isinstance(data.get("tokenizer"), str):
+    if data is not None and kind_of(data) is PACKED and isinstance(data.get("tokenizer"), str):
         tokenizer = data["tokenizer"]
         if tokenizer == named and model is not None:
             # By default the model's own tokenizer, which must be of the same commit.

@@ -27,7 +27,7 @@ from typing import Any
 from slurm_train.config.target import TARGET, accepts_keyword, callable_target, instantiate, resolve_target
 from slurm_train.data.mapstyle import MapStyleSource
 from slurm_train.data.shards import Split
-from slurm_train.data.source import SampleSource, StreamingSource
+from slurm_train.data.source import SampleSource, StreamingSource, describe
 from slurm_train.data.stream import StreamSource, is_stream
 from slurm_train.data.workers import AUTO, AutoWorkers
 from slurm_train.errors import ConfigError, DataError
@@ -170,7 +170,7 @@ def prefetch_depth(config: Mapping[str, Any], source: SampleSource) -> int:
         raise ConfigError(
             "data.prefetch and data.num_workers both read ahead", hint="keep data.num_workers and drop data.prefetch"
         )
-    if depth and getattr(source, "draws_at_random", False):
+    if depth and describe(source).draws_at_random:
         raise ConfigError(
             "data.prefetch reads in a thread, which would share its random generators with the training",
             hint="read ahead in processes: data.num_workers=N; or, if reading draws nothing at random: "

@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_train.data.shards import INDEX, PREPARED, Shard, Split, default_path, fingerprint_of
+from slurm_train.config.data_kinds import EMBEDDED, MIX, PACKED, PREPARED, kind_of
+from slurm_train.data.shards import INDEX, Shard, Split, default_path, fingerprint_of
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.rundir.files import read_json
 
-_EMBEDDED = "slurm_train.data.stdlib.build"
-_PACKED = "slurm_train.data.text.build_packed"
-_MIX = "slurm_train.data.mix.build"
 _KEYS_OF_PACKING = ("path", "text_column", "tokenizer", "held_out", "cache")
 _OTHER_KEYS_OF_PACKED = ("_target_", "context", "split", "heldout", "prefetch", "allow_world_change")
 """Settings of packed text, and of any data set, that change nothing of the shards."""
@@ -71,15 +69,16 @@ def require_readable(data: Mapping[str, Any], *, vocab_size: int | None, cwd: Pa
         DataError: there is no text, or none that is prepared where that is asked for, or it has more token ids than
             the model.
     """
-    if data.get("_target_") == _MIX:
+    kind = kind_of(data)
+    if kind is MIX:
         sources: Any = data.get("sources")
         require_sources(sources)
         for source in sources.values():
-            require_readable({"_target_": PREPARED, **source}, vocab_size=vocab_size, cwd=cwd)
+            require_readable({"_target_": PREPARED.target, **source}, vocab_size=vocab_size, cwd=cwd)
         return
     directory = _directory_of(data, cwd=cwd)
     index = read_json(directory / INDEX) if directory else None
-    if data.get("_target_") == PREPARED and index is None:
+    if kind is PREPARED and index is None:
         raise DataError(
             f"data.path={data.get('path')} holds no prepared text: {directory}/{INDEX} is missing or broken",
             hint=f"make it with `python -m slurm_train prepare TEXT_FILES --out {data.get('path')}`",
@@ -116,13 +115,13 @@ def require_sources(sources: Any) -> None:
 
 def _directory_of(data: Mapping[str, Any], *, cwd: Path) -> Path | None:
     """Returns where the shards of a data set of ours are or will be, None for any other data set."""
-    target = data.get("_target_")
+    kind = kind_of(data)
     path = data.get("path")
-    if target == _EMBEDDED and not path:
+    if kind is EMBEDDED and not path:
         return default_path()
-    if target in (_EMBEDDED, PREPARED):
+    if kind in (EMBEDDED, PREPARED):
         return cwd / Path(str(path)).expanduser()
-    if target == _PACKED:
+    if kind is PACKED:
         from slurm_train.data.prepare import Packing
 
         unknown = sorted(data.keys() - {*_KEYS_OF_PACKING, *_OTHER_KEYS_OF_PACKED})

@@ -33,7 +33,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from slurm_train.data.generators import OwnedGenerators, open_handle
 from slurm_train.data.item_digest import digest_items
 from slurm_train.data.order import Int64Array, mix64
-from slurm_train.data.source import IGNORED, IGNORED_VALUE, Batch, Draw, map_tensors
+from slurm_train.data.source import IGNORED, IGNORED_VALUE, Batch, Description, Draw, map_tensors
 from slurm_train.data.workers import AutoWorkers
 from slurm_train.distributed.seeds import stream_positions
 from slurm_train.errors import ConfigError, DataError
@@ -85,19 +85,18 @@ class MapStyleSource:
     def __len__(self) -> int:
         return len(self._reader)
 
-    @property
-    def lengths(self) -> Any:
-        """The lengths of the data set's samples or a method that returns them, None where it has neither."""
-        return getattr(self._reader.dataset, "lengths", None)
+    def describe(self) -> Description:
+        """Returns what is known of the data set: the lengths of its samples or a method that returns them."""
+        return Description(
+            lengths=getattr(self._reader.dataset, "lengths", None),
+            # A tensor data set draws nothing.
+            draws_at_random=self._seed is not None and self._tensors is None,
+            collates_at_random=self._collates_at_random,
+        )
 
     def pad_with(self, padding: Padding) -> None:
         """Fills samples of unequal length up with what suits the model, before the first one is read."""
         self._reader.collate = padded_by(self._reader.collate, padding)
-
-    @property
-    def draws_at_random(self) -> bool:
-        """Whether reading uses the random generators of this process."""
-        return self._seed is not None and self._tensors is None
 
     def fingerprint(self) -> str:
         """Returns the data set's own `fingerprint()`, else a hash of its class and length, and one of some items."""
@@ -113,7 +112,7 @@ class MapStyleSource:
         """Returns the samples with these numbers, randomness keyed by the number alone."""
         return self._read(Draw(indices, indices))
 
-    def collates_at_random(self, indices: Int64Array) -> bool:
+    def _collates_at_random(self, indices: Int64Array) -> bool:
         """Returns whether the collate function draws random numbers, so that what it gives depends on the whole batch.
 
         Args:

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 import xxhash
 
+from slurm_train.config.data_kinds import PREPARED
 from slurm_train.config.target import TARGET
 from slurm_train.data.build import build_source
 from slurm_train.data.check import require_sources
 from slurm_train.data.order import Int64Array, SampleOrder
-from slurm_train.data.shards import PREPARED, Split
-from slurm_train.data.source import Batch, Draw, SampleSource, StreamingSource, map_tensors
+from slurm_train.data.shards import Split
+from slurm_train.data.source import Batch, Description, Draw, SampleSource, StreamingSource, describe, map_tensors
 from slurm_train.errors import DataError
 from slurm_train.rundir.events import ITEMS, with_items
 
@@ -76,32 +77,24 @@ class MixedSource:
         """Returns the samples with these numbers as they are in the first epoch."""
         return next(self.stream(iter([Draw(indices, indices)])))
 
-    @property
-    def num_targets(self) -> int:
-        """Predicted tokens of all sources, if all are text."""
-        return sum(source.num_targets for source in self._sources)  # type: ignore[attr-defined]
+    def describe(self) -> Description:
+        """Returns what all sources have in common; the encoding of the first is that of all, if they are text."""
+        described = [describe(source) for source in self._sources]
+        num_targets = sum(one.num_targets for one in described)
+        is_text = all(one.bytes_per_target is not None for one in described)
+        num_bytes = math.fsum((one.bytes_per_target or 0.0) * one.num_targets for one in described)
+        return Description(
+            bytes_per_target=num_bytes / num_targets if is_text else None,
+            num_targets=num_targets if is_text else 0,
+            encoding=described[0].encoding,
+            draws_at_random=any(one.draws_at_random for one in described),
+            collates_at_random=self._collates_at_random,
+        )
 
-    @property
-    def bytes_per_target(self) -> float:
-        """Bytes of text per predicted token, if all sources are text."""
-        sources: list[Any] = self._sources
-        num_bytes = math.fsum(source.bytes_per_target * source.num_targets for source in sources)
-        return num_bytes / self.num_targets
-
-    @property
-    def encoding(self) -> Any:
-        """What gives the encoding of the first source, which is that of all, if they are text."""
-        return self._sources[0].encoding  # type: ignore[attr-defined]  # an AttributeError is the answer if it has none
-
-    @property
-    def draws_at_random(self) -> bool:
-        """Whether reading uses the random generators of this process."""
-        return any(getattr(source, "draws_at_random", False) for source in self._sources)
-
-    def collates_at_random(self, indices: Int64Array) -> bool:
+    def _collates_at_random(self, indices: Int64Array) -> bool:
         """Returns whether the collate function of a source draws random numbers."""
         for part in self._parts(Draw(indices, indices)):
-            of_source = getattr(self._sources[part.source], "collates_at_random", None)
+            of_source = describe(self._sources[part.source]).collates_at_random
             if of_source is not None and of_source(part.draw.indices):
                 return True
         return False
@@ -192,7 +185,7 @@ def build(
     weights = {}
     made = {}
     for name, mapping in sources.items():
-        words = {TARGET: PREPARED, **common, **mapping}
+        words = {TARGET: PREPARED.target, **common, **mapping}
         weight = float(words.pop("weight", 1.0))
         source = build_source(words, split=split, seed=seed)
         if source is not None and len(source):

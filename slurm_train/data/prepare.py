@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from slurm_train.config.data_kinds import kind_of
 from slurm_train.data.documents import Document, Half, find_documents, split_documents
 from slurm_train.data.file_kind import readable, require_content
 from slurm_train.data.shards import (
@@ -51,8 +52,6 @@ from slurm_train.trust import trusted_owners
 TOKENIZER = "tokenizer.json"
 BYTES = "bytes"
 _NUM_BYTE_VALUES = 256
-_MADE_OF_BYTES = ("slurm_train.data.stdlib.build", "slurm_train.data.text.build_packed")
-"""Data that are bytes where no tokenizer is named."""
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 # Of GPT-2 and its kin, Llama 2 and T5, Gemma, Llama 3, BERT.
 _END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
@@ -671,7 +670,7 @@ def end_of_document(data: Mapping[str, Any]) -> int | None:
     end = (text or {}).get("end_of_document")
     if isinstance(end, int):
         return end
-    is_bytes = data.get("_target_") in _MADE_OF_BYTES and not data.get("tokenizer")
+    is_bytes = kind_of(data).packs and not data.get("tokenizer")
     return ByteEncoding.end_of_document if is_bytes else None
 
 

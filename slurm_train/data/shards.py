@@ -31,7 +31,6 @@ Split = Literal["train", "heldout"]
 INDEX = "index.json"
 FORMAT = 1
 DTYPES = ("<u2", "<u4")
-PREPARED = "slurm_train.data.text.build"
 """Target of text that `prepare` has made."""
 # Each map holds a descriptor, and there may be more shards than a process may open files.
 _MOST_MAPS = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 1 << 14)

@@ -7,7 +7,8 @@ The randomness of reading a sample is keyed by its draw, never by how often some
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,10 @@ from torch import Tensor
 
 from slurm_train.data.order import Int64Array
 from slurm_train.errors import DataError
+
+if TYPE_CHECKING:
+    from slurm_train.data.prepare import Encoding
+    from slurm_train.data.shards import Tokens
 
 Batch = tuple[Tensor, ...] | dict[str, Tensor]
 """A micro-batch: (inputs, targets) or another tuple of tensors, or tensors by name."""
@@ -92,6 +97,38 @@ class SampleSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a source says of its samples; what it does not know, or what does not apply, keeps its default."""
+
+    context: int = 0
+    """Positions of a sample, 0 where they are not known."""
+    lengths: Any = None
+    """What each sample costs: see `lengths_of`."""
+    bytes_per_target: float | None = None
+    """Bytes of text per predicted token: loss in nats / ln 2 / this = bits per byte. None for other data than text."""
+    num_targets: int = 0
+    """Predicted tokens of all samples, of text."""
+    encoding: Callable[[], Encoding] | None = None
+    """Gives the encoding of text, to decode what a model writes."""
+    shards: Callable[[], Iterator[Tokens]] | None = None
+    """Gives the tokens themselves."""
+    draws_at_random: bool = False
+    """Whether reading uses the random generators of this process."""
+    collates_at_random: Callable[[Int64Array], bool] | None = None
+    """Tells of samples with these numbers whether what makes a batch of them draws random numbers."""
+
+
+def describe(source: SampleSource) -> Description:
+    """Returns what a source says of itself in its method `describe`; a user's own may have `lengths` alone."""
+    described: Description
+    if hasattr(source, "describe"):
+        described = source.describe()
+    else:
+        described = Description(lengths=getattr(source, "lengths", None))
+    return described
+
+
 def lengths_of(source: SampleSource) -> Lengths:
     """Returns what each sample costs, whole numbers (len(source),).
 
@@ -101,7 +138,7 @@ def lengths_of(source: SampleSource) -> Lengths:
     Raises:
         DataError: there is none, or the lengths are not whole numbers.
     """
-    values = getattr(source, "lengths", None)
+    values = describe(source).lengths
     if callable(values):
         values = values()
     if values is None:

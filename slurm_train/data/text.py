@@ -18,7 +18,7 @@ from torch import Tensor
 from slurm_train.data.order import Int64Array
 from slurm_train.data.prepare import BYTES, TOKENIZER, ByteEncoding, Encoding, FileEncoding, Packing
 from slurm_train.data.shards import ShardIndex, Split, Tokens, fingerprint_of, map_shard, map_tokens, read_index
-from slurm_train.data.source import IGNORED
+from slurm_train.data.source import IGNORED, Description
 from slurm_train.errors import DataError
 
 
@@ -62,6 +62,16 @@ class TokenSource:
     def bytes_per_target(self) -> float:
         """Bytes of text per predicted token: loss in nats / ln 2 / this = bits per byte."""
         return self.index.splits[self.split].bytes / self.num_targets
+
+    def describe(self) -> Description:
+        """Returns what is known of the text."""
+        return Description(
+            context=self.context,
+            bytes_per_target=self.bytes_per_target,
+            num_targets=self.num_targets,
+            encoding=self.encoding,
+            shards=self.shards,
+        )
 
     def encoding(self) -> Encoding:
         """Returns the encoding the shards were made with, to decode what a model writes."""

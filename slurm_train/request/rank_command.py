@@ -15,6 +15,7 @@ from typing import Any
 
 from slurm_train.assets import package_dir
 from slurm_train.code.hub import hub_snapshots
+from slurm_train.config.data_kinds import packs_somewhere
 from slurm_train.config.schema import ContainerSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.paths import RunDirectory
@@ -30,7 +31,6 @@ _SET_BY_LAUNCH = (
 _TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Folder of the embedded text unless data.path is set.
 _CACHE = "~/.cache/slurm_train"
-_CACHING = ("slurm_train.data.stdlib.build", "slurm_train.data.text.build_packed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class RankCommand:
 
     @property
     def _uses_cache(self) -> bool:
-        return any(name in str(self.config.data) for name in _CACHING)
+        return packs_somewhere(self.config.data)
 
     def _image(self, container: ContainerSection) -> str:
         # A relative path starts where the run was typed, since the job starts elsewhere.

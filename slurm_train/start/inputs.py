@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.code.hub import fetch_hub_files
+from slurm_train.config.data_kinds import DIGITS, kind_of
 from slurm_train.config.schema import CAUSAL_LM, GPT_TARGET, OptimSection, RunConfig
 from slurm_train.config.target import TARGET, keywords_in_source, require_target
 from slurm_train.data.check import require_readable
@@ -24,8 +25,6 @@ from slurm_train.plan.plan import RunPlan
 from slurm_train.rundir.files import read_json
 
 _CNN = "slurm_train.models.cnn.CNN"
-_IMAGES = "slurm_train.data.digits.build"
-_TEXTS = tuple(f"slurm_train.data.{name}" for name in ("stdlib.build", "text.build", "text.build_packed", "mix.build"))
 _INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -107,11 +106,11 @@ def _require_model_and_data(config: RunConfig, *, awaited: Collection[str], cwd:
 def _require_fit(model: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     """Refuses an included model for data that ship with this package and that it cannot read."""
     model_target = model.get("_target_")
-    data_target = data.get("_target_")
-    if model_target in (GPT_TARGET, CAUSAL_LM) and data_target == _IMAGES:
+    kind = kind_of(data)
+    if model_target in (GPT_TARGET, CAUSAL_LM) and kind is DIGITS:
         hint = "take model=cnn, e.g. by +experiment=digits, or text: data=stdlib, data=text, data=hf"
         raise ConfigError("the model reads tokens, and data=digits gives images", hint=hint)
-    if model_target == _CNN and data_target in _TEXTS:
+    if model_target == _CNN and kind.is_text:
         hint = (
             "take images, e.g. data=digits (+experiment=digits chooses both), or a model of text: model=gpt, model=hf"
         )

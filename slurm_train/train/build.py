@@ -16,6 +16,7 @@ from slurm_train.config.batch import check_schedule, planned_lr, total_steps
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.build import build_source
 from slurm_train.data.mapstyle import MapStyleSource
+from slurm_train.data.source import describe
 from slurm_train.data.stream import StreamSource
 from slurm_train.data.workers import AutoWorkers, cpus_of_rank
 from slurm_train.distributed.group import shutdown
@@ -159,7 +160,7 @@ def build_parts(rank: Rank) -> Built:
         optimizer=build_optimizer(model, optim=config.optim),
         train_data=train_data,
         heldout=heldout,
-        flops_per_token=flops_per_token(model, positions=getattr(train_data, "context", 0)),
+        flops_per_token=flops_per_token(model, positions=describe(train_data).context),
     )
 
 

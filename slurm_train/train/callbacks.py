@@ -600,9 +600,12 @@ class TextSamples(Callback):
 
     def attach(self, parts: Parts) -> None:
         """Keeps model and data."""
+        from slurm_train.data.source import describe
+
         self.parts = parts
         layout = parts.rank.layout
-        can_generate = hasattr(parts.model, "generate") and hasattr(parts.train_data, "encoding")
+        self.encoding = describe(parts.train_data).encoding
+        can_generate = hasattr(parts.model, "generate") and self.encoding is not None
         # Sequence parallelism divides positions, and a text may have any number of them.
         splits_positions = parts.rank.config.parallel.sequence_parallel
         self.is_possible = can_generate and layout.pp == layout.cp == 1 and not splits_positions
@@ -627,7 +630,8 @@ class TextSamples(Callback):
 
         start = rank.clock()
         model = self.parts.model
-        encoding = self.parts.train_data.encoding()  # type: ignore[attr-defined]  # it is possible
+        assert self.encoding is not None
+        encoding = self.encoding()
         with preserved(model):
             texts = [sample_text(model, encoding, prompt, num_tokens=self.num_tokens) for prompt in self.prompts]
         if rank.place.is_first:

@@ -26,7 +26,7 @@ from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.config.schema import measured_average
 from slurm_train.data.batches import evaluation_batches
 from slurm_train.data.generators import positions_of, seed_each
-from slurm_train.data.source import SampleSource, is_nested, lengths_of, map_tensors
+from slurm_train.data.source import SampleSource, describe, is_nested, lengths_of, map_tensors
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import mix, seed_streams, stream_positions
 from slurm_train.errors import ConfigError
@@ -86,7 +86,7 @@ class Evaluator:
         of_ranks = gather(sums if counts else {})
         if None in of_ranks:
             return None
-        return measures(of_ranks, bytes_per_item=getattr(self.source, "bytes_per_target", None))
+        return measures(of_ranks, bytes_per_item=describe(self.source).bytes_per_target)
 
     @torch.no_grad()
     def _sums(self) -> dict[str, float] | None:
@@ -130,7 +130,7 @@ class Evaluator:
     def _draws_at_random(self, batch: Any) -> bool:
         """Returns whether the collate function draws random numbers, or the model does for a batch, by trying it."""
         numbers = np.arange(min(2, len(self.source)), dtype=np.int64)
-        collates_at_random = getattr(self.source, "collates_at_random", None)
+        collates_at_random = describe(self.source).collates_at_random
         self._look_at_scores(batch)
         batch = self._on_device(batch)
         self._seed(0)
@@ -172,7 +172,7 @@ class Evaluator:
             if of_rank:
                 # Two samples may have no item that counts.
                 of_rank["count"] = 1.0
-        return sorted(measures(of_ranks, bytes_per_item=getattr(self.source, "bytes_per_target", None)))
+        return sorted(measures(of_ranks, bytes_per_item=describe(self.source).bytes_per_target))
 
     def gives_loss(self) -> bool:
         """Returns whether the model returns a loss in evaluation mode, which detectors do not. Collective.

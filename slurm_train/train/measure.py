@@ -18,15 +18,14 @@ import yaml
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from slurm_train.config.data_kinds import EMBEDDED, PREPARED, kind_of
 from slurm_train.config.schema import RunConfig, build_config
-from slurm_train.config.target import TARGET, instantiate
+from slurm_train.config.target import instantiate
 from slurm_train.data.batches import BatchStream
 from slurm_train.data.build import build_source
 from slurm_train.data.source import Batch, Draw, map_tensors
 from slurm_train.models.first_weights import lower_parameters
 from slurm_train.models.objective import Objective
-
-_TEXT = ("slurm_train.data.text.build", "slurm_train.data.stdlib.build")
 
 
 def main(words: Sequence[str]) -> int:
@@ -111,7 +110,7 @@ def _kept_bytes(objective: Objective, batch: Batch, *, half: bool) -> list[int]:
 def _example(config: RunConfig, batch_size: int) -> Batch:
     """Returns a micro-batch of the run's data; of shipped text its shape alone, since it may not be prepared yet."""
     data = config.data or {}
-    if data.get(TARGET) in _TEXT:
+    if kind_of(data) in (EMBEDDED, PREPARED):
         tokens = torch.zeros(batch_size, int(data.get("context", 256)), dtype=torch.int64)
         return tokens, tokens
     source = build_source(data, split="train", seed=config.seed, part=(0, 1))

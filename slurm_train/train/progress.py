@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from slurm_train.data.batches import Split
+from slurm_train.data.source import describe
 from slurm_train.distributed.pace import PaceProbe, WaitTimer
 from slurm_train.rundir.timing import Spent
 from slurm_train.session.progress import Progress
@@ -49,7 +50,7 @@ class TrainingProgress(Progress):
         self.probe = probe
         self._data_wait_s = data_wait_s
         self._length = {} if max_steps is None else {"max_steps": max_steps}
-        self._unit = "tokens" if hasattr(parts.train_data, "bytes_per_target") else "samples"
+        self._unit = "tokens" if describe(parts.train_data).bytes_per_target is not None else "samples"
         self._num_samples = len(parts.train_data)
         on_gpu = self._is_first and rank.device.type == "cuda"
         self._gpu = GpuReader(rank.device, clock=time.monotonic) if on_gpu else None

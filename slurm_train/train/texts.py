@@ -11,14 +11,13 @@ from torch import nn
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.build import build_source
-from slurm_train.data.source import SampleSource
+from slurm_train.data.source import Description, SampleSource, describe
 from slurm_train.errors import ConfigError
 from slurm_train.train.context import Parts, gather
 from slurm_train.train.preserve import modes_kept
 
 if TYPE_CHECKING:
     from slurm_train.data.prepare import Encoding
-    from slurm_train.data.text import TokenSource
 
 # A table of all pairs of ids: for bytes, not for a vocabulary of words.
 _LARGEST_BIGRAM_VOCABULARY = 1024
@@ -29,23 +28,27 @@ def say_text(
     say: Callable[[str], None], model: nn.Module, *, train: SampleSource, heldout: SampleSource | None, num_tokens: int
 ) -> None:
     """Prints how a text model compares with counting pairs, and what it writes; nothing for other models."""
-    if not hasattr(train, "encoding") or not hasattr(train, "shards"):
+    text = describe(train)
+    if text.encoding is None or text.shards is None:
         return
-    train_tokens: TokenSource = train  # type: ignore[assignment]  # it has what is used here
-    vocabulary = train_tokens.encoding().vocab_size
-    if heldout is not None and vocabulary <= _LARGEST_BIGRAM_VOCABULARY:
+    encoding = text.encoding()
+    held_out = Description() if heldout is None else describe(heldout)
+    is_small = encoding.vocab_size <= _LARGEST_BIGRAM_VOCABULARY
+    if is_small and held_out.shards is not None and held_out.bytes_per_target is not None:
         from slurm_train.models.objective import bigram_bits_per_byte
 
-        tokens: TokenSource = heldout  # type: ignore[assignment]
         bits = bigram_bits_per_byte(
-            train_tokens.shards(), tokens.shards(), vocab_size=vocabulary, bytes_per_target=tokens.bytes_per_target
+            text.shards(),
+            held_out.shards(),
+            vocab_size=encoding.vocab_size,
+            bytes_per_target=held_out.bytes_per_target,
         )
         say(f"a bigram model on the same held-out bytes: {bits:.4f} bits per byte")
     if num_tokens > 0 and hasattr(model, "generate"):
-        text = sample_text(model, train_tokens.encoding(), num_tokens=num_tokens)
+        written = sample_text(model, encoding, num_tokens=num_tokens)
         # The bytes of a model that was hardly trained are no text; to print them helps nobody.
-        is_text = text.count(_NOT_PRINTABLE) * 4 < len(text)
-        say(f"the model writes:\n{text}" if is_text else "the model does not write text yet; train it longer")
+        is_text = written.count(_NOT_PRINTABLE) * 4 < len(written)
+        say(f"the model writes:\n{written}" if is_text else "the model does not write text yet; train it longer")
 
 
 def sample_text(model: Any, encoding: Encoding, prompt: str = "", *, seed: int = 0, **sampling: Any) -> str:
@@ -127,9 +130,9 @@ def encoding_of(config: RunConfig, tokenizer: str | None) -> Encoding:
 
     if tokenizer is None:
         source = build_source(config.data or {}, split="train", seed=config.seed)
-        if hasattr(source, "encoding"):
-            encoding: Encoding = source.encoding()  # type: ignore[union-attr]  # it has one
-            return encoding
+        encoding = None if source is None else describe(source).encoding
+        if encoding is not None:
+            return encoding()
         tokenizer = (config.model or {}).get("path")
         if tokenizer is None or not tokenizer_file(Path(tokenizer)).is_file():
             raise ConfigError(

@@ -13,6 +13,7 @@ import pytest
 
 from slurm_train.code import hub as launch_hub
 from slurm_train.code.hub import fetch_hub_files, hub_snapshots, pin_hub_files, pin_path, require_snapshots
+from slurm_train.config.data_kinds import PACKED
 from slurm_train.config.schema import CAUSAL_LM, RunConfig, TrainSection
 from slurm_train.errors import ConfigError
 from tests.fakes.hub import Hub, Repository, serving
@@ -110,7 +111,7 @@ def test_the_data_take_the_model_s_tokenizer_or_another_and_first_weights_come_f
     repository = hub.repositories["lab/tiny"]
     old = repository.references["v1"] = repository.references["main"]
     repository.commit(FILES | {"config.json": b"{ }"})
-    packed = {"_target_": launch_hub._PACKED, "path": "text"}
+    packed = {"_target_": PACKED.target, "path": "text"}
     for tokenizer, folder in (
         ("lab/tiny", in_cache(tmp_path, old)),
         ("lab/other", in_cache(tmp_path, commit, "lab--other")),

@@ -20,6 +20,7 @@ from slurm_train.data.build import build_source
 from slurm_train.data.check import require_readable
 from slurm_train.data.mix import MixedSource
 from slurm_train.data.order import Int64Array, SampleOrder
+from slurm_train.data.source import Description, describe
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.train.evaluate import measures
 
@@ -91,7 +92,7 @@ def test_sources_that_are_read_by_workers_give_what_they_give_without() -> None:
             split="train",
             seed=1,
         )
-        assert isinstance(source, MixedSource) and source.draws_at_random
+        assert isinstance(source, MixedSource) and describe(source).draws_at_random
         batches = GlobalBatches(SampleOrder(len(source), seed=1), global_size=8)
         stream = BatchStream(source, batches.draws(Split(rank=0, accumulation=1, shares=(8,)), start_samples=0))
         return [next(stream).tensors[0] for _ in range(12)]
@@ -110,17 +111,21 @@ class Text(Numbers):
 
     def __init__(self, count: int, *, num_bytes: int, num_targets: int) -> None:
         super().__init__(count)
-        self.num_targets = num_targets
-        self.bytes_per_target = num_bytes / num_targets
+        self.text = Description(num_targets=num_targets, bytes_per_target=num_bytes / num_targets)
+
+    def describe(self) -> Description:
+        return self.text
 
 
 def test_bits_per_byte_of_a_mix_are_all_bits_over_all_bytes() -> None:
     """A source of one short window counts by its few tokens, not as one whole window."""
     sources = {"a": Text(1, num_bytes=12, num_targets=3), "b": Text(10, num_bytes=1000, num_targets=1000)}
     mixture = MixedSource(sources, weights={"a": 1.0, "b": 1.0}, seed=5)
-    measured = measures([{"loss": 1003 * math.log(2), "count": 1003.0}], bytes_per_item=mixture.bytes_per_target)
+    measured = measures(
+        [{"loss": 1003 * math.log(2), "count": 1003.0}], bytes_per_item=describe(mixture).bytes_per_target
+    )
     assert measured["eval_bits_per_byte"] == pytest.approx(1003 / 1012)
-    assert not hasattr(mixed(), "bytes_per_target")
+    assert describe(mixed()).bytes_per_target is None
 
 
 def test_bad_mixes_are_refused() -> None:

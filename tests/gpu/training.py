@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_train.config.schema import RunConfig, build_config
+from slurm_train.data.source import Description
 from slurm_train.metrics import SILENT, Display
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.build import build_parts, build_trainer
@@ -47,8 +48,6 @@ class RandomTokens:
         context: tokens of a sequence.
     """
 
-    bytes_per_target = 1.0
-
     def __init__(self, *, vocab_size: int, context: int) -> None:
         self.context = context
         generator = np.random.default_rng(0)
@@ -63,6 +62,9 @@ class RandomTokens:
 
     def fingerprint(self) -> str:
         return "0" * 32
+
+    def describe(self) -> Description:
+        return Description(context=self.context, bytes_per_target=1.0)
 
 
 def random_tokens(*, vocab_size: int, context: int, split: str = "train") -> RandomTokens | None:

@@ -24,6 +24,7 @@ from slurm_train.assets import read_asset
 from slurm_train.config.compose import ADVICE_OF_MODEL
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.config.target import instantiate
+from slurm_train.data.source import Description
 from slurm_train.distributed.pace import PaceProbe
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.metrics import Display
@@ -74,8 +75,8 @@ def test_a_rate_is_of_samples_or_of_tokens_whatever_else_took_time(tmp_path: Pat
     An evaluation of 5 s behind each, and the start-up of 60 s in the first, are left out.
     """
     now = [100.0]
-    source = SimpleNamespace(bytes_per_target=1.0) if is_text else SimpleNamespace()
-    source = type("Source", (), {"__len__": lambda _: 64, **vars(source)})()
+    description = Description(bytes_per_target=1.0 if is_text else None)
+    source = type("Source", (), {"__len__": lambda _: 64, "describe": lambda _: description})()
     recorder = progress_of(make_rank(tmp_path), source, lambda: now[0])
     for step in (1, 2, 3):
         now[0] += 60.0 if step == 1 else 2.0
@@ -223,7 +224,8 @@ def test_the_text_at_the_end_compiles_nothing() -> None:
     encoding = SimpleNamespace(
         vocab_size=256, begin_of_document=(), end_of_document=0, decode=lambda tokens: "x" * len(tokens)
     )
-    source: Any = SimpleNamespace(encoding=lambda: encoding, shards=list)
+    description: Any = Description(encoding=lambda: encoding, shards=list)  # type: ignore[arg-type, return-value]
+    source: Any = SimpleNamespace(describe=lambda: description)
     say_text(said.append, model, train=source, heldout=None, num_tokens=5)
     assert (said, compiled) == (["the model writes:\nxxxxx"], [])
 

@@ -31,6 +31,7 @@ from slurm_train import __version__
 from slurm_train.code import snapshot
 from slurm_train.code.imports import own_paths
 from slurm_train.code.provenance import read_gpu_software
+from slurm_train.config.data_kinds import PREPARED, kind_of
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.check import known_fingerprint
 from slurm_train.data.shards import check_sizes, read_index
@@ -50,7 +51,6 @@ _MIB = 1 << 20
 _HASHING_S = 1.0
 _LONGEST_LIST = 20
 _PATH_KEY = re.compile(r"(.*_)?(path|root|dir|folder|directory|file)")
-_TEXT_TARGET = "slurm_train.data.text.build"
 # The Xid errors that are about hardware; the others are mostly a program's own.
 _HARDWARE_XIDS = {"48", "62", "64", "74", "79", "92", "95", "110", "119", "120", "140"}
 # A record is "priority,sequence,microseconds since boot,flags;text".
@@ -277,7 +277,7 @@ def read_files(
     data = (config.data or {}) if config.trains else {}
     paths = _data_paths(data)
     missing = [f"{path} is not there" for path in paths if not path.exists()]
-    if data.get("_target_") == _TEXT_TARGET:
+    if kind_of(data) is PREPARED:
         try:
             path = directory / Path(str(data.get("path"))).expanduser()
             check_sizes(path, read_index(path), node=node[0], nodes=node[1])
