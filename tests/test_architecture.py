@@ -112,6 +112,10 @@ SCRIPT_PARSER = "slurm.job_request"
 # The table of kinds, and the decoder of notes that earlier versions have written.
 CAUSE_READERS = {"rundir.cause"}
 TEXT_OF_CAUSE = re.compile(r"\bcause\b(?!\.(?:ranks|kind|node)\b)|\bnote\b|\bmark\.message\b")
+# A start; the arrays that it asks for; the job that takes over from one that ends.
+RUN_STARTERS = {"start.start", "request.arrays", "request.submission", "supervise.continuation"}
+# Where a run is started is a place (`cli.start`), and whether it is a job is a property; to be lowered.
+MOST_ASKING_FOR_CLUSTER = 30
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Lines of code: docstrings, comments and blank lines do not count.
 MOST_LINES = 60
@@ -479,6 +483,28 @@ def causes_read_as_text(tree: Tree) -> list[str]:
     return found
 
 
+def run_starters(tree: Tree) -> list[str]:
+    """Modules that write or submit runs, beside the one order of every start."""
+    words = ("write_run", "submit_run", "submit_request", "submit_arrays")
+
+    def starts(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and ast.unparse(node.func) in words
+
+    return [module for module in _uses(tree, starts) if module not in RUN_STARTERS]
+
+
+def questions_for_the_cluster(tree: Tree) -> list[str]:
+    """More modules than `MOST_ASKING_FOR_CLUSTER` that ask whether a run has a cluster."""
+
+    def asks(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            return False
+        return ast.unparse(node.left).split(".")[-1] == "cluster" and ast.unparse(node.comparators[0]) == "None"
+
+    modules = _uses(tree, asks)
+    return modules if len(modules) > MOST_ASKING_FOR_CLUSTER else []
+
+
 def vague_names(tree: Tree) -> list[str]:
     return [module for module in tree.paths if VAGUE_NAMES & set(module.split("."))]
 
@@ -500,6 +526,8 @@ RULES: dict[str, Callable[[Tree], list[str]]] = {
     "one module knows the text of a batch script": script_readers,
     "one module reads a record": record_readers,
     "causes are values": causes_read_as_text,
+    "every run is started in one order": run_starters,
+    "few modules ask for the cluster": questions_for_the_cluster,
     "no vague names": vague_names,
 }
 
@@ -660,6 +688,7 @@ BREACHES = [
     ("causes are values", "status/a.py", "found = PATTERN.search(end.note)\n", "status.a:1"),
     ("causes are values", "cli/a.py", "is_killed = 'Killed' in str(end.cause)\n", "cli.a:1"),
     ("causes are values", "cli/a.py", "text = mark.message.partition(': ')[2]\n", "cli.a:1"),
+    ("every run is started in one order", "cli/a.py", "def f(plan): write_run(plan, None, request=None)\n", "cli.a"),
     ("no vague names", "train/utils.py", "", "train.utils"),
 ]
 
@@ -697,3 +726,12 @@ def test_a_clean_small_tree_has_no_breach(tmp_path: Path) -> None:
 def test_a_module_that_brings_torch_along_is_found() -> None:
     names = [f"{PACKAGE}.errors", f"{PACKAGE}.models.gpt", f"{PACKAGE}.assets"]
     assert imported_heavy(names) == [f"{PACKAGE}.models.gpt"]
+
+
+def test_one_module_too_many_that_asks_for_the_cluster_is_found(tmp_path: Path) -> None:
+    root = tmp_path / PACKAGE
+    (root / "plan").mkdir(parents=True)
+    for number in range(MOST_ASKING_FOR_CLUSTER + 1):
+        assert questions_for_the_cluster(Tree(root)) == []
+        (root / "plan" / f"m{number}.py").write_text("def f(config): return 1 if config.cluster is not None else 0\n")
+    assert len(questions_for_the_cluster(Tree(root))) == MOST_ASKING_FOR_CLUSTER + 1

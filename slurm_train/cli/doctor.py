@@ -141,7 +141,6 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
     from slurm_train.config.compose import compose
     from slurm_train.config.words import Words
     from slurm_train.plan.plan import plan_run
-    from slurm_train.request.acceptance import require_slurm
     from slurm_train.start.start import Start
 
     cwd = working_folder(env)
@@ -160,15 +159,16 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
         )
     start = Start(words=["doctor", *settings], env=env, say=note)
     commands = start.commands
-    require_slurm(commands, env)
-    request = start.write(plan, read_source(run, plan.config, cwd, env=env))
-    if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env:
+    # Nodes that earlier runs found bad are not left out: this job is to check them as well.
+    source = read_source(run, plan.config, cwd, env=env)
+    with start.fresh(plan, source, leaves_out_bad_nodes=False) as batch:
+        batch.write_provenance()
+        is_here = "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env
+        job_id = "" if is_here else next(batch.submit())
+    if is_here:
         note(f"checking the nodes of this allocation, job {env['SLURM_JOB_ID']}")
         subprocess.run(["bash", str(run.submit_script)], env=dict(env), stdout=sys.stderr, check=False)
     else:
-        assert request is not None
-        # Nodes that earlier runs found bad are not left out: this job is to check them as well.
-        job_id = start.submit_written(run, plan.config, request, excludes_bad_nodes=False)
         note(f"submitted job {job_id}; logs in {run.logs}; Ctrl-C cancels it")
         try:
             _wait(job_id, commands)

@@ -28,7 +28,7 @@ from slurm_train.checkpoint.manifest import MANIFEST_FILE
 from slurm_train.cli.checkpoint import find_checkpoint
 from slurm_train.cli.preview import check_inputs
 from slurm_train.cli.selection import parse_runs
-from slurm_train.cli.start import start_run
+from slurm_train.cli.start import carry_out
 from slurm_train.cli.terminal import answer, note
 from slurm_train.code.imports import import_from_snapshot
 from slurm_train.code.snapshot import Source, read_source
@@ -45,7 +45,6 @@ from slurm_train.start.evaluation import (
     enter_run,
     evaluations_of_other_samples,
     is_for_slurm,
-    is_submitted,
     leased,
     pinned,
     plan_evaluation,
@@ -96,7 +95,7 @@ def _result_of(plan: RunPlan, run: RunDirectory, *, words: Sequence[str]) -> tup
         note(f"{words[0]}s from {find_save(Path(str(plan.config.train.evaluate_from)))} in {plan.run.path}")
         start = Start(words=words, env=dict(os.environ), say=note)
         with pinned(plan, run, start.commands):
-            code = start_run(start, plan, run)
+            code = carry_out(start.fresh(plan, run))
         if code != EXIT_DONE or not plan.run.result.exists():
             return code, None
     return EXIT_DONE, read_json(plan.run.result)
@@ -142,8 +141,8 @@ def _follow(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     most = MOST_WAITING if arguments.keep is None else arguments.keep
     with leased(plan, run, start.commands, most=most):
         note(f"scores each checkpoint of {run.name}/{run.run_id} as it appears, in {evaluation.path}")
-        code = start_run(start, plan, source)
-    if code == EXIT_DONE and not is_submitted(plan):
+        code = carry_out(start.fresh(plan, source))
+    if code == EXIT_DONE and not plan.config.is_submitted:
         answer(json.dumps(summary_of(evaluation).as_json()))
     return code
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_train.cli.preview import check_inputs, take_inputs, warn_unexported_keys
-from slurm_train.cli.start import start_sweep, wait_for_sweep
+from slurm_train.cli.start import carry_out, wait_for_sweep
 from slurm_train.cli.terminal import note
 from slurm_train.code.snapshot import names_own_code, read_source, source_notes
 from slurm_train.config.compose import Point, read_points, unquoted
@@ -133,9 +133,9 @@ class _TypedSweep:
 
 def _start(start: Start, plan: SweepPlan, source: Source, *, wait: bool) -> int:
     """Submits or trains what is missing of a sweep, and returns the exit code; with `wait` when all runs have ended."""
-    from slurm_train.start.start_sweep import prepare_sweep
+    from slurm_train.start.start_sweep import fresh_sweep
 
-    code = start_sweep(prepare_sweep(start, plan, source))
+    code = carry_out(fresh_sweep(start, plan, source))
     if not plan.uses_cluster:
         return code
     sweep_id = plan.sweep.sweep_id

@@ -8,34 +8,32 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from slurm_train.cli.preview import print_rows
 from slurm_train.cli.selection import parse_runs
-from slurm_train.cli.start import start_run, start_sweep
-from slurm_train.cli.terminal import answer, note, working_folder
+from slurm_train.cli.start import carry_out
+from slurm_train.cli.terminal import note, working_folder
 from slurm_train.code.hub import HubFiles, fetch_hub_files, pin_hub_files
 from slurm_train.code.job_python import gone_python
 from slurm_train.code.snapshot import read_source, require_sealed, source_notes
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.words import read_names
-from slurm_train.errors import EXIT_DONE, RunError
+from slurm_train.errors import RunError
 from slurm_train.plan.choice import settle_parallel
 from slurm_train.plan.plan import replan_run
 from slurm_train.plan.preview import plan_rows
 from slurm_train.rundir.lookup import find_run, find_sweep
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.plan_record import PlanRecord
-from slurm_train.rundir.sweep import SweepDirectory
 from slurm_train.slurm.job_request import JobRequest
 from slurm_train.start.drift import changed_code_notes, check_drift, check_names, refuse_finished
 from slurm_train.start.inputs import require_targets
 from slurm_train.start.start import Start
-from slurm_train.status.activity import refuse_active
-from slurm_train.status.run_status import RESUMABLE, RunState, read_states
+from slurm_train.status.run_status import RESUMABLE, read_states
 
 _WITH_TARGETS = ("model", "data", "task", "optim", "callbacks")
 
@@ -58,7 +56,11 @@ def main(words: Sequence[str]) -> int:
             )
         states = read_states(arguments.only, option="--only", of=RESUMABLE) if arguments.only else None
         require_private(RunDirectory(sweep.path))
-        return _resume_sweep(start, sweep, states=states, where=arguments.where)
+        from slurm_train.start.start_sweep import sweep_as_written
+
+        code_from = working_folder(env) if "code" in accept else None
+        preparing = sweep_as_written(start, sweep, states=states, where=arguments.where, code_from=code_from)
+        return carry_out(preparing)
     if arguments.only or arguments.where:
         raise RunError(f"{arguments.run} is not a sweep", hint="--only and --where choose runs of a sweep")
     run = find_run(root, arguments.run)
@@ -75,10 +77,8 @@ def main(words: Sequence[str]) -> int:
         _refuse_edited(run)
         for line in changed_code_notes(run, config, Path.cwd()):
             note(line)
-        if config.cluster is None:
-            return _resume_here(start, run)
         if config.launch != "interactive" and not _needs_another_script(run, config):
-            return _resubmit(start, run)
+            return carry_out(start.as_written(run))
     typed = [word.lstrip("+~").partition("=")[0] for word in settings]
     old = _read_plan(run)
     source = None
@@ -98,30 +98,12 @@ def main(words: Sequence[str]) -> int:
         require_targets(plan.config, folders=[*([] if source else [run.code]), Path(plan.directory)])
     print_rows(plan_rows(plan))
     fetch_hub_files(hub)
-    return start_run(start, plan, source)
-
-
-def _resume_sweep(
-    start: Start, sweep: SweepDirectory, *, states: Collection[RunState] | None, where: Sequence[str]
-) -> int:
-    """Continues runs of a sweep that ended early, as they are on disk, and returns the exit code."""
-    from slurm_train.start.start_sweep import prepare_resumed_sweep
-
-    code_from = working_folder(start.env) if "code" in start.accept else None
-    return start_sweep(prepare_resumed_sweep(start, sweep, states=states, where=where, code_from=code_from))
-
-
-def _resubmit(start: Start, run: RunDirectory) -> int:
-    """Submits the run's own script again."""
-    job_id = start.resubmit(run)
-    note(f"submitted again; it continues from the newest verified checkpoint in {run.checkpoints}")
-    answer(f"{job_id} {run.path}")
-    return EXIT_DONE
+    return carry_out(start.fresh(plan, source))
 
 
 def _needs_another_script(run: RunDirectory, config: RunConfig) -> bool:
     """Returns whether the run's script names another directory than the run's, or a Python that is gone."""
-    if not run.submit_script.is_file():
+    if config.cluster is None or not run.submit_script.is_file():
         return False
     request = JobRequest.read(run.submit_script)
     missing_python = gone_python(config, request.python)
@@ -147,16 +129,6 @@ def _refuse_edited(run: RunDirectory) -> None:
         # Nothing was typed, so somebody has edited the run's own files, or the data.
         hint = f"put back what was edited ({run.config}, or the data), or {err.hint.partition(';')[0]}"
         raise RunError(err.message, hint=hint) from err
-
-
-def _resume_here(start: Start, run: RunDirectory) -> int:
-    """Continues the training on this machine, with the frozen configuration and plan."""
-    from slurm_train.cli.here import train_here
-
-    world_size = _read_plan(run).world.size
-    refuse_active(run, start.commands)
-    run.stop_file.unlink(missing_ok=True)
-    return train_here(run, load_config(run.config), world_size=world_size, env=start.env)
 
 
 def _read_plan(run: RunDirectory) -> PlanRecord:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurm_train.cli.multirun import multirun
 from slurm_train.cli.preview import look_at, read_settings_of, refuse_unused_flags
-from slurm_train.cli.start import start_run
+from slurm_train.cli.start import carry_out
 from slurm_train.cli.terminal import answer, note, working_folder
 from slurm_train.config.compose import Composer
 from slurm_train.config.schema import RunConfig
@@ -72,7 +72,7 @@ def begin(
         _show_result(plan, cwd)
         return EXIT_DONE, plan.run
     source = look_at(plan, env=env, cwd=cwd)
-    return start_run(start, plan, source), plan.run
+    return carry_out(start.fresh(plan, source)), plan.run
 
 
 def require_submission(config: RunConfig) -> None:
@@ -81,7 +81,7 @@ def require_submission(config: RunConfig) -> None:
     Raises:
         ConfigError: it has no cluster, or waits for an allocation.
     """
-    if config.cluster is None or config.launch != "slurm":
+    if not config.is_submitted:
         raise ConfigError(
             "`submit` gives runs to Slurm, but this one would be trained here",
             hint="add +cluster=NxG, e.g. +cluster=2x4; to train here, type the words behind `python -m slurm_train`",
@@ -156,7 +156,8 @@ def write(words: Sequence[str]) -> int:
         ]
     )
     source = look_at(plan, env=env, cwd=cwd)
-    Start(words=["write", *words], env=env, say=note, accept=flags.accept).write(plan, source)
+    with Start(words=["write", *words], env=env, say=note, accept=flags.accept).fresh(plan, source) as batch:
+        batch.write_provenance()
     run = plan.run
     note(f"written; on each machine that sees it:\n  cd {run.code}")
     note(f"  torchrun --nnodes N --nproc-per-node M --max-restarts 3 --rdzv-backend c10d --rdzv-id {run.run_id} \\")

@@ -52,7 +52,7 @@ def _make(
     series: Series, plans: Mapping[Point, RunPlan], *, words: Sequence[str], env: Mapping[str, str], cwd: Path
 ) -> bool:
     """Makes the runs that are not there yet, or submits them; returns whether there were any."""
-    from slurm_train.cli.start import start_run
+    from slurm_train.cli.start import carry_out
     from slurm_train.code.git import read_git
     from slurm_train.code.snapshot import read_source
     from slurm_train.start.start import Start
@@ -74,7 +74,8 @@ def _make(
         source = read_source(plan.run, plan.config, cwd, state, env=env)
         # What a run prints on stdout is not this verb's data.
         with contextlib.redirect_stdout(sys.stderr):
-            if start_run(Start(words=words, env=env, say=note), plan, source) != EXIT_DONE:
+            start = Start(words=words, env=env, say=note)
+            if carry_out(start.fresh(plan, source)) != EXIT_DONE:
                 note(f"the run {point} failed; see {plan.run.path}")
         after = _newest_job([plan]) if series.uses_cluster else ""
     return True

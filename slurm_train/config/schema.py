@@ -630,6 +630,11 @@ class RunConfig:
         """Whether the built-in trainer runs (not a user's own function or script)."""
         return self.task is None and self.script is None
 
+    @property
+    def is_submitted(self) -> bool:
+        """Whether a start leaves a job in Slurm's queue, and nobody waits for its end."""
+        return self.cluster is not None and self.launch == "slurm"
+
 
 GPT_TARGET = "slurm_train.models.gpt.GPT"
 CAUSAL_LM = "slurm_train.models.causal_lm.causal_lm"

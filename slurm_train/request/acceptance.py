@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import operator
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import TypeVar
 
 from slurm_train.code.job_python import is_in_container
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ClusterError
 from slurm_train.plan.cpu_share import CpuShare
 from slurm_train.plan.plan import RunPlan
-from slurm_train.request.batch_script import chosen_step_flags, job_request, sbatch_components
+from slurm_train.request.batch_script import chosen_step_flags, job_request
 from slurm_train.rundir.events import BAD_NODES_PARTS, BadNode, list_file, read_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import parse_nodelist
@@ -40,6 +42,8 @@ from slurm_train.slurm.policy import Partition, chosen_partitions, duration_s, e
 from slurm_train.slurm.records import unix_s
 from slurm_train.slurm.refusals import Refusal, TestVerdict
 from slurm_train.slurm.site import SiteFacts, site_of
+
+T = TypeVar("T")
 
 # Flags of batch scripts only; salloc does not know them, and an allocation is not requeued.
 _OF_BATCH = frozenset({"chdir", "output", "error", "open-mode", "requeue", "no-requeue", "export"})
@@ -138,26 +142,26 @@ def require_acceptable(request: JobRequest, commands: SlurmCommands, plan: RunPl
     return outlook.remarks
 
 
-def acceptable_plan(plan: RunPlan, commands: SlurmCommands) -> tuple[RunPlan, JobRequest, tuple[str, ...]]:
-    """Returns a plan that Slurm accepts, its job and remarks; without the automatic CPUs, if it refuses only those.
+def acceptable_plans(plans: Sequence[RunPlan], ask: Callable[[Sequence[RunPlan]], T]) -> tuple[list[RunPlan], T]:
+    """Returns plans that Slurm accepts and its answer: without the automatic CPUs, if it refuses only those.
+
+    Args:
+        plans: of one run, or of those of a sweep.
+        ask: asks Slurm, and raises `ClusterError` where it refuses.
 
     Raises:
-        ClusterError: as `require_acceptable`.
+        ClusterError: what `ask` has raised for the plans as they are.
     """
-    request = job_request(plan)
     try:
-        remarks = require_acceptable(request, commands, plan)
+        return list(plans), ask(plans)
     except ClusterError as refusal:
-        bare = without_chosen_cpus(plan)
-        if bare is None:
+        bare = [without_chosen_cpus(plan) or plan for plan in plans]
+        if all(map(operator.is_, bare, plans)):
             raise
-        request = job_request(bare)
         try:
-            remarks = require_acceptable(request, commands, bare)
+            return bare, ask(bare)
         except ClusterError:
             raise refusal from None
-        return bare, request, remarks
-    return plan, request, remarks
 
 
 def without_chosen_cpus(plan: RunPlan) -> RunPlan | None:
@@ -436,17 +440,18 @@ def has_enough_without(
 # --- allocations made by a person ---
 
 
-def salloc_words(plan: RunPlan, more_flags: Sequence[str] = ()) -> list[str]:
+def salloc_words(request: JobRequest, script: Path, more_flags: Sequence[str] = ()) -> list[str]:
     """Returns the command that makes an allocation for a run and runs its script in it.
 
     Args:
-        plan: the run.
+        request: what the run's job would ask for.
+        script: the run's script.
         more_flags: further flags of salloc, which override the others.
     """
-    (component,) = sbatch_components(plan)
+    (component,) = request.components
     flags = {name: value for name, value in component.items() if name not in _OF_BATCH}
     words = [f"--{check_flag_name(name)}" + ("" if value is True else f"={value}") for name, value in flags.items()]
-    return ["salloc", *words, *more_flags, "bash", str(plan.run.submit_script)]
+    return ["salloc", *words, *more_flags, "bash", str(script)]
 
 
 def require_room(plan: RunPlan, job: Mapping[str, str]) -> None:
@@ -482,7 +487,8 @@ def require_room(plan: RunPlan, job: Mapping[str, str]) -> None:
         if available.get(name, "").isdigit() and int(available[name]) < number
     ]
     if missing:
+        enough = salloc_words(job_request(plan), plan.run.submit_script)
         raise ClusterError(
             f"the allocation of job {job_id} is too small for this run: {'; '.join(missing)}",
-            hint=f"ask for more ({' '.join(salloc_words(plan)[:-2])}), or for a smaller run with cluster=NxG",
+            hint=f"ask for more ({' '.join(enough[:-2])}), or for a smaller run with cluster=NxG",
         )

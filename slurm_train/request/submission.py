@@ -19,9 +19,13 @@ from typing import Any
 import submitit
 
 from slurm_train.code.job_python import with_absolute_python_path
+from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ClusterError
+from slurm_train.request.acceptance import expedite_flags
 from slurm_train.rundir.files import make_folder, write_durable
-from slurm_train.rundir.jobs import number_of
+from slurm_train.rundir.jobs import jobs_elsewhere, number_of, read_job, record_job
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.allocation import cluster_of
 from slurm_train.slurm.answers import Submitted, in_words, numbers_in, said, submitted_jobs
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
 from slurm_train.slurm.job_request import JobRequest
@@ -189,6 +193,49 @@ def submit_request(
     if executor.cluster:
         _refuse_other_cluster(str(job.job_id), executor.cluster, commands)
     return str(job.job_id)
+
+
+def submit_run(
+    run: RunDirectory,
+    request: JobRequest,
+    config: RunConfig,
+    *,
+    env: Mapping[str, str],
+    commands: SlurmCommands,
+    flags: Sequence[str] = (),
+    continues: str | None = None,
+) -> str:
+    """Submits a job of a run, records it, and returns its id; jobs that wait for the one before it wait for this one.
+
+    Args:
+        run: the run, which is on disk.
+        request: the job.
+        config: the run's.
+        env: the environment.
+        commands: Slurm.
+        flags: further flags of sbatch.
+        continues: the job that submits it, of which it takes over all variables; None: the person's command.
+
+    Raises:
+        ClusterError: as `submit_request`.
+    """
+    previous = read_job(run)
+    # Before the job is in the queue: what it says is recorded with the job.
+    cluster = commands.cluster if continues is None else cluster_of(env)
+    export: Sequence[str] = tuple(env)
+    waited_for = continues
+    if continues is None:
+        export = config.cluster.export if config.cluster is not None else ()
+        if previous is not None and previous.job_id not in jobs_elsewhere(previous, None, cluster=cluster):
+            waited_for = previous.job_id
+    flags = [*flags, *expedite_flags(request, config, commands)]
+    job_id = submit_request(request, folder=run.submitted, env=env, flags=flags, export=export)
+    record_job(run, job_id, cluster=cluster, continues=continues)
+    # Slurm counts a job that another takes over from as failed: jobs that wait for its success would wait for ever.
+    if waited_for is not None:
+        with contextlib.suppress(ClusterError):
+            commands.hand_dependents(waited_for, job_id)
+    return job_id
 
 
 def _refuse_other_cluster(job_id: str, cluster: str, commands: SlurmCommands) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from slurm_train.errors import RunError
+from slurm_train.errors import ClusterError, RunError
 from slurm_train.rundir.files import (
     NO_SUCH_CALL,
     change_times,
@@ -49,6 +49,17 @@ def write_request(script: Path, request: JobRequest, *, durable: bool = True) ->
     """Writes a batch script, and what it asks for beside it."""
     write_atomic(record_of(script), request.to_json(), durable=durable)
     write_atomic(script, request.text(), durable=durable, mode=0o700)
+
+
+def read_script_of(run: RunDirectory) -> JobRequest:
+    """Returns what a run's script on disk asks for.
+
+    Raises:
+        ClusterError: there is no script.
+    """
+    if not run.submit_script.is_file():
+        raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
+    return JobRequest.read(run.submit_script)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -290,7 +290,7 @@ def pinned(plan: RunPlan, run: RunDirectory, commands: SlurmCommands) -> Iterato
         if is_new:
             release_pins(plan.run)
         raise
-    if not is_submitted(plan):
+    if not plan.config.is_submitted:
         release_pins(plan.run)
 
 
@@ -316,13 +316,8 @@ def leased(plan: RunPlan, run: RunDirectory, commands: SlurmCommands, *, most: i
     except BaseException:
         release_pins(evaluation)
         raise
-    if is_submitted(plan):
+    if plan.config.is_submitted:
         # A job of the run that began meanwhile has seen no job of the follower.
         renew_lease(run.checkpoints, evaluation, most=most)
     else:
         release_pins(evaluation)
-
-
-def is_submitted(plan: RunPlan) -> bool:
-    """Returns whether the start of a plan leaves a job, and does not wait for its end."""
-    return plan.config.cluster is not None and plan.config.launch == "slurm"

@@ -1,48 +1,55 @@
 """The order in which every run is started: refuse an active run, compare with the files on disk, ask Slurm, write,
 remove the locks of processes that no longer exist, submit, record.
 
-`Start.write` ends after the files are written, for runs on this machine or in an allocation. Nothing is written unless
-Slurm would accept the job. From the check that the run is not active until the job id is recorded, one submitter holds
-the run (`submission.json`); files for the ranks are written while the run's own lock is held. `start_sweep` does the
-same for many runs at once.
+A `Batch` is what is held and written after the first half, planned anew (`Start.fresh`) or as it is on disk
+(`Start.as_written`); `start_sweep` makes one of the runs of a sweep. Where it goes from there is the caller's: into the
+queue (`Batch.submit`), into an allocation, or onto this machine. Nothing is written unless Slurm would accept the job.
+From the check that the run is not active until the job id is recorded, one submitter holds the run (`submission.json`);
+files for the ranks are written while the run's own lock is held.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from slurm_train.code.job_python import require_lasting_python
 from slurm_train.code.snapshot import MOST_CHANGES_SHOWN, Source, without_written_files
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
-from slurm_train.errors import ClusterError, ConfigError, RunError
+from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
 from slurm_train.plan.plan import RunPlan, node_shares
 from slurm_train.plan.shell_choices import take_shell_choices
 from slurm_train.plan.shell_variables import variable_notes
 from slurm_train.request.acceptance import (
-    acceptable_plan,
+    acceptable_plans,
     exclude_flags,
-    expedite_flags,
     refused_by,
     require_acceptable,
     require_room,
     require_slurm,
     step_verdict,
 )
+from slurm_train.request.arrays import ArrayPlan, submit_arrays
 from slurm_train.request.batch_script import job_request, renewed_warning
 from slurm_train.request.rank_command import RankCommand
-from slurm_train.rundir.jobs import clear_dead, jobs_elsewhere, named, read_job, record_job
+from slurm_train.rundir.events import AcceptedChange
+from slurm_train.rundir.jobs import clear_dead, named, read_script_of
 from slurm_train.rundir.lookup import find_run, find_sweep, remember_root, root_of
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
-from slurm_train.rundir.sweep import read_table
+from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_request import JobRequest
 from slurm_train.start.drift import check_drift
 from slurm_train.start.write import write_run
-from slurm_train.status.activity import find_active, holder_lives, submitting, writing
+from slurm_train.status.activity import find_active, holder_lives, refuse_active, submitting, writing
+
+T = TypeVar("T")
 
 
 class Start:
@@ -89,7 +96,7 @@ class Start:
         if not self.after:
             return ""
         setting = f"after={','.join(self.after)}"
-        if config.cluster is None or config.launch != "slurm":
+        if config.cluster is None or not config.is_submitted:
             hint = "add +cluster=NxG, or drop after="
             raise ConfigError(
                 f"{setting} makes a job wait in Slurm's queue, but this run would start at once", hint=hint
@@ -133,80 +140,125 @@ class Start:
                 runs += [element.run for element in read_table(sweep)]
         return runs
 
-    def submit(self, plan: RunPlan, source: Source | RunDirectory | None) -> str:
-        """Writes a run, submits it and returns the job id; `write_provenance` is still to be called.
+    # --- one run ---
+
+    @contextlib.contextmanager
+    def fresh(
+        self,
+        plan: RunPlan,
+        source: Source | RunDirectory | None,
+        *,
+        leaves_out_bad_nodes: bool = True,
+    ) -> Iterator[Batch]:
+        """Holds a run, and yields it written as planned.
 
         Args:
             plan: the run.
             source: its code, or the run whose snapshot it shares; None: its existing snapshot.
+            leaves_out_bad_nodes: its job leaves out nodes that were found bad recently.
 
         Raises:
-            ClusterError: no Slurm here, or it refuses the request.
+            ClusterError: no Slurm here, it refuses the request, or the allocation is too small.
             RunError: the run is active already, or it would not be the same training.
         """
-        config = plan.config
         run = plan.run
-        dependency = self.dependency(config, run.place)
+        uses_slurm = plan.config.cluster is not None
+        dependency = self.dependency(plan.config, run.place)
+        if uses_slurm:
+            require_slurm(self.commands, self.env)
+        # The job whose allocation the run will use; a run that was started there before is not refused.
+        waits_here = uses_slurm and not plan.config.is_submitted
+        inside = self.env.get("SLURM_JOB_ID") if waits_here else None
+        with submitting(run, self.commands, inside=inside):
+            require_lasting_python(plan.config)
+            code = source if isinstance(source, Source) else None
+            self.say_variables(
+                plan.config, Path(plan.directory) if isinstance(source, Source) else (source or run).code
+            )
+            ranks = RankCommand(plan.config, run, plan.directory)
+            # This refuses an impossible container before anything is written.
+            ranks.words(python="python")
+            if code is not None and "code" not in self.accept and list_checkpoints(run.checkpoints):
+                code, written = without_written_files(run, code)
+                if written:
+                    names = shorten(written, MOST_CHANGES_SHOWN)
+                    self.say(f"not copied into the run: {names} (new since it began; it may have written them itself)")
+            change = check_drift(plan, code, accept=self.accept, say=self.say)
+            request = None
+            if inside is not None:
+                request = job_request(plan)
+                require_room(plan, self.commands.show_job(inside))
+            elif uses_slurm:
+                (plan,), (request, remarks) = self.acceptable([plan], self._ask_for_run)
+                self.say_remarks(remarks)
+                self._say_refused_here(plan)
+            ranks.make_mount_points()
+            self.write(plan, code or source, request, change=change, inside=inside)
+            remember_root(run.place, self.env)
+            yield Batch(
+                start=self,
+                path=run.path,
+                config=plan.config,
+                elements=(Element(run=run),),
+                requests=() if request is None else ((run, request),),
+                flags=(f"--dependency={dependency}",) if dependency else (),
+                leaves_out_bad_nodes=leaves_out_bad_nodes,
+                source=source if isinstance(source, Source) else None,
+                provenance=run.provenance,
+            )
+
+    @contextlib.contextmanager
+    def as_written(self, run: RunDirectory) -> Iterator[Batch]:
+        """Holds a run, and yields it as it is on disk.
+
+        Raises:
+            RunError: the run is active.
+            ClusterError: no Slurm here, no script, or Slurm refuses.
+        """
+        config = load_config(run.config)
+        batch = Batch(start=self, path=run.path, config=config, elements=(Element(run=run),), is_as_written=True)
+        if config.cluster is None:
+            refuse_active(run, self.commands)
+            run.stop_file.unlink(missing_ok=True)
+            yield batch
+            return
         require_slurm(self.commands, self.env)
         with submitting(run, self.commands):
-            request = self._write(plan, source)
-            assert request is not None
-            flags = [f"--dependency={dependency}"] if dependency else []
-            return self.submit_written(run, config, request, flags=flags)
+            request = read_script_of(run)
+            self.say_variables(config, run.code)
+            self.say_remarks(require_acceptable(request, self.commands))
+            _, remarks = take_shell_choices(config, None, self.env)
+            for remark in remarks:
+                self.say(f"  {remark}")
+            run.stop_file.unlink(missing_ok=True)
+            yield replace(batch, requests=((run, request),), flags=tuple(renewed_warning(config, run)))
+
+    def acceptable(self, plans: Sequence[RunPlan], ask: Callable[[Sequence[RunPlan]], T]) -> tuple[list[RunPlan], T]:
+        """Returns plans that Slurm accepts and its answer, see `acceptable_plans`; prints what had to be left out."""
+        accepted, answer = acceptable_plans(plans, ask)
+        if any(map(operator.is_not, accepted, plans)):
+            self.say(f"  CPUs          {accepted[0].cpus.reason}")
+        return accepted, answer
+
+    def _ask_for_run(self, plans: Sequence[RunPlan]) -> tuple[JobRequest, tuple[str, ...]]:
+        request = job_request(plans[0])
+        return request, require_acceptable(request, self.commands, plans[0])
 
     def write(
-        self, plan: RunPlan, source: Source | RunDirectory | None, *, inside: str | None = None
-    ) -> JobRequest | None:
-        """Writes all files for a run's ranks, and returns what its job asks for; None without a cluster.
-
-        Args:
-            plan: the run.
-            source: as for `submit`.
-            inside: id of the job whose allocation the run will use; a run that was started there before is not refused.
-
-        Raises:
-            ClusterError: Slurm refuses the request, or the allocation is too small.
-            RunError: the run is active already, or it would not be the same training.
-        """
-        with submitting(plan.run, self.commands, inside=inside):
-            request = self._write(plan, source, inside=inside)
-        self.write_provenance(plan.run.provenance, source, plan.config)
-        return request
-
-    def _write(
-        self, plan: RunPlan, source: Source | RunDirectory | None, *, inside: str | None = None
-    ) -> JobRequest | None:
-        """Compares, asks Slurm and writes; the caller holds the run as its submitter."""
-        run = plan.run
-        is_submitted = plan.config.cluster is not None
-        require_lasting_python(plan.config)
-        self.say_variables(plan.config, Path(plan.directory) if isinstance(source, Source) else (source or run).code)
-        ranks = RankCommand(plan.config, run, plan.directory)
-        request = job_request(plan) if is_submitted else None
-        # This refuses an impossible container before anything is written.
-        ranks.words(python="python")
-        if isinstance(source, Source) and "code" not in self.accept and list_checkpoints(run.checkpoints):
-            source, written = without_written_files(run, source)
-            if written:
-                names = shorten(written, MOST_CHANGES_SHOWN)
-                self.say(f"not copied into the run: {names} (new since it began; it may have written them itself)")
-        code = source if isinstance(source, Source) else None
-        change = check_drift(plan, code, accept=self.accept, say=self.say)
-        if inside is not None:
-            require_room(plan, self.commands.show_job(inside))
-        elif is_submitted:
-            fitting, request, remarks = acceptable_plan(plan, self.commands)
-            if fitting is not plan:
-                self.say(f"  CPUs          {fitting.cpus.reason}")
-            self.say_remarks(remarks)
-            plan = fitting
-            self._say_refused_here(plan)
-        ranks.make_mount_points()
-        with writing(run, self.commands, inside=inside):
-            renamed = write_run(plan, source, request=request, change=change)
-        self.say_renamed(run, renamed)
-        remember_root(run.place, self.env)
-        return request
+        self,
+        plan: RunPlan,
+        code: Source | RunDirectory | Path | None,
+        request: JobRequest | None,
+        *,
+        change: AcceptedChange | None = None,
+        inside: str | None = None,
+    ) -> None:
+        """Writes the files of a run that the caller holds; see `write_run`."""
+        # A run without a directory cannot be active, so no lock is needed; there may be thousands of runs.
+        is_new = not plan.run.config.exists()
+        with contextlib.nullcontext() if is_new else writing(plan.run, self.commands, inside=inside):
+            renamed = write_run(plan, code, request=request, change=change)
+        self.say_renamed(plan.run, renamed)
 
     def _say_refused_here(self, plan: RunPlan) -> None:
         """Prints what the srun of this machine says of flags for plug-ins that the nodes may have."""
@@ -234,66 +286,6 @@ class Start:
         for line in variable_notes(config, cwd=code, env=self.env):
             self.say(line)
 
-    def resubmit(self, run: RunDirectory) -> str:
-        """Submits a run's script again as it is on disk, and returns the job id.
-
-        Raises:
-            RunError: the run is active.
-            ClusterError: no Slurm here, no script, or Slurm refuses.
-        """
-        require_slurm(self.commands, self.env)
-        with submitting(run, self.commands):
-            if not run.submit_script.is_file():
-                raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
-            request = JobRequest.read(run.submit_script)
-            config = load_config(run.config)
-            self.say_variables(config, run.code)
-            self.say_remarks(require_acceptable(request, self.commands))
-            _, remarks = take_shell_choices(config, None, self.env)
-            for remark in remarks:
-                self.say(f"  {remark}")
-            run.stop_file.unlink(missing_ok=True)
-            return self.submit_written(run, config, request, flags=renewed_warning(config, run))
-
-    def submit_written(
-        self,
-        run: RunDirectory,
-        config: RunConfig,
-        request: JobRequest,
-        *,
-        flags: Sequence[str] = (),
-        excludes_bad_nodes: bool = True,
-    ) -> str:
-        """Submits a run's job, records it and returns its id.
-
-        Args:
-            run: the run, which is on disk; the caller holds it as its submitter.
-            config: says which variables the job gets.
-            request: the job.
-            flags: further flags of sbatch.
-            excludes_bad_nodes: leave out nodes that were found bad recently.
-
-        Raises:
-            ClusterError: sbatch refused it.
-        """
-        # Imported late: a run that is trained on this machine needs no submitit.
-        from slurm_train.request.submission import submit_request
-
-        if excludes_bad_nodes:
-            flags = [*flags, *self.exclude_flags(request, run)]
-        flags = [*flags, *expedite_flags(request, config, self.commands)]
-        self.clear_dead_lock(run)
-        previous = read_job(run)
-        # Before the job is in the queue: what it says is recorded with the job.
-        cluster = self.commands.cluster
-        export = config.cluster.export if config.cluster is not None else ()
-        job_id = submit_request(request, folder=run.submitted, env=self.env, flags=flags, export=export)
-        record_job(run, job_id, cluster=cluster)
-        if previous is not None and previous.job_id not in jobs_elsewhere(previous, None, cluster=cluster):
-            with contextlib.suppress(ClusterError):
-                self.commands.hand_dependents(previous.job_id, job_id)
-        return job_id
-
     def clear_dead_lock(self, run: RunDirectory) -> None:
         """Removes the lock of a run if its holder is dead; a node could not check a process of this machine."""
         clear_dead(run.lock, is_alive=lambda holder: holder_lives(holder, self.commands))
@@ -305,10 +297,64 @@ class Start:
             self.say(f"  {text}")
         return flags
 
-    def write_provenance(self, path: Path, source: Source | RunDirectory | None, config: RunConfig) -> None:
-        """Writes `provenance.json` of code that was copied; to list the packages takes a moment."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Runs that are held and on disk, ready to be started: one by itself, or those of a sweep."""
+
+    start: Start
+    path: Path
+    """Directory of the run, or of the sweep."""
+    config: RunConfig
+    """The configuration of one of them."""
+    elements: Sequence[Element]
+    requests: Sequence[tuple[RunDirectory, JobRequest]] = ()
+    """Each run with what its job asks for; empty without a cluster."""
+    flags: Sequence[str] = ()
+    """Further flags of sbatch for a run by itself."""
+    leaves_out_bad_nodes: bool = True
+    is_as_written: bool = False
+    """Whether nothing but the obstacles to a start was changed."""
+    source: Source | None = None
+    """The code that was copied, None where none was."""
+    provenance: Path | None = None
+    """Where its provenance is to be written."""
+    sweep: SweepDirectory | None = None
+    arrays: Sequence[ArrayPlan] = ()
+    dependency: str = ""
+    """The dependency of the arrays, e.g. "afterok:12"."""
+
+    def submit(self) -> Iterator[str]:
+        """Submits what there is, and yields the id of each job after it is on record.
+
+        Raises:
+            ClusterError: Slurm refuses a job; those before it are submitted and recorded.
+        """
+        start = self.start
+        for element in self.elements:
+            start.clear_dead_lock(element.run)
+        if not self.requests:
+            return
+        run, request = self.requests[0]
+        # Printed once; the submission of each array leaves out the bad nodes itself.
+        excluded = start.exclude_flags(request, run) if self.leaves_out_bad_nodes else []
+        if self.sweep is not None:
+            if any(array.is_alone for array in self.arrays):
+                unit = "run" if self.config.sweep.pack == 1 else "pack of runs"
+                start.say(f"this site takes no job arrays: each {unit} is a job of its own")
+            yield from submit_arrays(self.sweep, self.arrays, env=start.env, depends=self.dependency)
+            return
+        # Imported late: a run that is trained on this machine needs no submitit.
+        from slurm_train.request.submission import submit_run
+
+        flags = [*self.flags, *excluded]
+        yield submit_run(run, request, self.config, env=start.env, commands=start.commands, flags=flags)
+
+    def write_provenance(self) -> None:
+        """Writes the provenance of code that was copied; to list the packages takes a moment."""
         from slurm_train.code.provenance import write_provenance
 
-        if isinstance(source, Source):
-            slurm_version = None if config.cluster is None else self.commands.version()
-            write_provenance(path, source, words=self.words, slurm=slurm_version, config=config)
+        if self.source is not None and self.provenance is not None:
+            slurm_version = self.start.commands.version() if self.requests else None
+            words = self.start.words
+            write_provenance(self.provenance, self.source, words=words, slurm=slurm_version, config=self.config)

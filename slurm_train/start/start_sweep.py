@@ -1,24 +1,23 @@
-"""Prepares the runs of a sweep in the order of `start`, and submits them as job arrays.
+"""The first half of a start for the runs of a sweep: held, compared, accepted by Slurm as job arrays, written.
 
-Finished and active runs are left alone, so the same command again starts only missing runs. One submitter holds a
-prepared sweep until its block ends; within the block the runs are submitted, or trained on this machine by the caller.
+Finished and active runs are left alone, so the same command again starts only missing runs. One submitter holds the
+sweep until the block ends; within the block the runs are submitted, or trained on this machine by the caller.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from slurm_train.code.job_python import gone_python
+from slurm_train.code.job_python import gone_python, require_lasting_python
 from slurm_train.code.snapshot import Source, read_source, source_notes
 from slurm_train.config.frozen import load_config
-from slurm_train.config.schema import RunConfig
 from slurm_train.errors import RunError
 from slurm_train.plan.plan import RunPlan, SweepPlan, replan_run
-from slurm_train.request.acceptance import require_slurm, slurm_verdict, without_chosen_cpus
-from slurm_train.request.arrays import ArrayPlan, find_lost_arrays, plan_arrays, submit_arrays
+from slurm_train.request.acceptance import require_slurm
+from slurm_train.request.arrays import ArrayPlan, find_lost_arrays, plan_arrays
 from slurm_train.request.batch_script import job_request
 from slurm_train.rundir.files import for_each
 from slurm_train.rundir.jobs import named
@@ -29,8 +28,8 @@ from slurm_train.rundir.sweep import Element, SweepDirectory, choosing_runs, rea
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_request import JobRequest
 from slurm_train.start.drift import check_drift
-from slurm_train.start.start import Start
-from slurm_train.start.write import link_code, put_on_record, write_run, write_shared_code, write_table_of
+from slurm_train.start.start import Batch, Start
+from slurm_train.start.write import link_code, put_on_record, write_shared_code, write_table_of
 from slurm_train.status.activity import are_being_submitted, find_active, writing
 from slurm_train.status.run_status import RunState, read_statuses
 from slurm_train.status.selection import filter_where, summary
@@ -39,57 +38,9 @@ from slurm_train.status.selection import filter_where, summary
 _WAIT_S = 120.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedSweep:
-    """Runs of a sweep that are on disk and can be started; valid within its `with` block."""
-
-    start: Start
-    sweep: SweepDirectory
-    elements: Sequence[Element]
-    """The runs that are to be started."""
-    requests: Sequence[tuple[RunDirectory, JobRequest]]
-    """The same runs with their requests; empty without a cluster."""
-    arrays: Sequence[ArrayPlan]
-    config: RunConfig
-    """The configuration of one of the runs."""
-    code: Path | None
-    """The snapshot that was made for them, None if none was made."""
-    source: Source | None
-    """The code that the snapshot was made from."""
-    dependency: str = ""
-    """The dependency of the arrays, e.g. "afterok:12"."""
-
-    def submit(self) -> Iterator[str]:
-        """Submits the arrays one after the other, and yields the id of each after its submission.
-
-        Raises:
-            ClusterError: Slurm refuses an array; those before it are submitted and recorded.
-        """
-        if any(array.is_alone for array in self.arrays):
-            unit = "run" if self.config.sweep.pack == 1 else "pack of runs"
-            self.start.say(f"this site takes no job arrays: each {unit} is a job of its own")
-        if self.requests:
-            run, request = self.requests[0]
-            # Printed once; the submission of each array leaves out the bad nodes itself.
-            self.start.exclude_flags(request, run)
-        yield from submit_arrays(self.sweep, self.arrays, env=self.start.env, depends=self.dependency)
-
-    def open(self) -> None:
-        """Removes obstacles to a start: a request to stop, and locks of processes that no longer exist."""
-        self.sweep.stop_file.unlink(missing_ok=True)
-        remember_root(self.sweep.place, self.start.env)
-        for element in self.elements:
-            self.start.clear_dead_lock(element.run)
-
-    def write_provenance(self) -> None:
-        """Writes the provenance of the snapshot, if one was made."""
-        if self.code is not None:
-            self.start.write_provenance(self.code.with_suffix(".json"), self.source, self.config)
-
-
 @contextlib.contextmanager
-def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[PreparedSweep]:
-    """Holds a sweep and yields its missing runs, written and ready to start.
+def fresh_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Batch]:
+    """Holds a sweep and yields its missing runs, written as planned.
 
     Args:
         start: how it is started.
@@ -101,13 +52,12 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
     """
     sweep = plan.sweep
     commands = start.commands
-    dependency = start.dependency(plan.plans[0].config, sweep.place)
-    start.say_variables(plan.plans[0].config, Path(plan.plans[0].directory))
-    requests: dict[RunDirectory, JobRequest] = {}
+    config = plan.plans[0].config
+    dependency = start.dependency(config, sweep.place)
+    require_lasting_python(config)
+    start.say_variables(config, Path(plan.plans[0].directory))
     if plan.uses_cluster:
         require_slurm(commands, start.env)
-        plan = _with_possible_cpus(start, plan)
-        requests = {run_plan.run: job_request(run_plan) for run_plan in plan.plans}
     with contextlib.ExitStack() as stack:
         if plan.uses_cluster:
             runs = [run_plan.run for run_plan in plan.plans]
@@ -119,9 +69,11 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
             if plan.uses_cluster:
                 find_lost_arrays(sweep, commands)
         missing = _missing_runs(start, plan)
-        todo = [(run, request) for run, request in requests.items() if run in missing]
-        limits = plan.plans[0].config.sweep
-        arrays = plan_arrays(sweep, todo, commands, limits=limits, example=plan.plans[0])
+        todo = [run_plan for run_plan in plan.plans if run_plan.run in missing]
+        requests: list[tuple[RunDirectory, JobRequest]] = []
+        arrays: list[ArrayPlan] = []
+        if plan.uses_cluster:
+            todo, (requests, arrays) = start.acceptable(todo, partial(_arrays_of, sweep=sweep, commands=commands))
         if is_new:
             stack.enter_context(submitting(sweep))
             if sweep.table.exists():
@@ -131,32 +83,46 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
                 )
         planned = write_table_of(plan, words=start.words)
         code = write_shared_code(sweep, source) if missing else None
-        _write_runs(start, [run_plan for run_plan in plan.plans if run_plan.run in missing], requests, code)
-        prepared = PreparedSweep(
-            start=start,
-            sweep=sweep,
-            elements=[element for element in planned if element.run in missing],
-            requests=todo,
-            arrays=arrays,
-            config=plan.plans[0].config,
-            code=code,
-            source=source,
-            dependency=dependency,
+        by_run = dict(requests)
+
+        def write(run_plan: RunPlan) -> None:
+            # A run with checkpoints continues with its own code; `resume --accept code` replaces it.
+            is_trained = run_plan.run.code.exists() and bool(list_checkpoints(run_plan.run.checkpoints))
+            start.write(run_plan, None if is_trained else code, by_run.get(run_plan.run))
+
+        for_each(write, todo)
+        yield _opened(
+            Batch(
+                start=start,
+                path=sweep.path,
+                config=config,
+                elements=[element for element in planned if element.run in missing],
+                requests=requests,
+                source=source,
+                provenance=code and code.with_suffix(".json"),
+                sweep=sweep,
+                arrays=arrays,
+                dependency=dependency,
+            )
         )
-        prepared.open()
-        yield prepared
 
 
-def _with_possible_cpus(start: Start, plan: SweepPlan) -> SweepPlan:
-    """Returns a sweep whose first run Slurm accepts: without the automatic CPUs, if Slurm refuses only those."""
-    first_plan = plan.plans[0]
-    plans_without_cpus = [without_chosen_cpus(run_plan) or run_plan for run_plan in plan.plans]
-    if plans_without_cpus[0] is first_plan or slurm_verdict(job_request(first_plan).text(), start.commands).is_accepted:
-        return plan
-    if not slurm_verdict(job_request(plans_without_cpus[0]).text(), start.commands).is_accepted:
-        return plan
-    start.say(f"  CPUs          {plans_without_cpus[0].cpus.reason}")
-    return replace(plan, plans=tuple(plans_without_cpus))
+def _arrays_of(
+    plans: Sequence[RunPlan], *, sweep: SweepDirectory, commands: SlurmCommands
+) -> tuple[list[tuple[RunDirectory, JobRequest]], list[ArrayPlan]]:
+    """Returns what planned runs ask for, and the arrays of them that Slurm accepts; see `plan_arrays`."""
+    requests = [(plan.run, job_request(plan)) for plan in plans]
+    if not plans:
+        return [], []
+    return requests, plan_arrays(sweep, requests, commands, limits=plans[0].config.sweep, example=plans[0])
+
+
+def _opened(batch: Batch) -> Batch:
+    """Returns the runs of a sweep without a request to stop it."""
+    assert batch.sweep is not None
+    batch.sweep.stop_file.unlink(missing_ok=True)
+    remember_root(batch.sweep.place, batch.start.env)
+    return batch
 
 
 def _missing_runs(start: Start, plan: SweepPlan) -> set[RunDirectory]:
@@ -180,31 +146,16 @@ def _missing_runs(start: Start, plan: SweepPlan) -> set[RunDirectory]:
     return missing
 
 
-def _write_runs(
-    start: Start, plans: Sequence[RunPlan], requests: Mapping[RunDirectory, JobRequest], code: Path | None
-) -> None:
-    def write(plan: RunPlan) -> None:
-        # A run without a directory cannot be active, so no lock is needed; there may be thousands of runs.
-        lock = writing(plan.run, start.commands) if plan.run.config.exists() else contextlib.nullcontext()
-        with lock:
-            # A run with checkpoints continues with its own code; `resume --accept code` replaces it.
-            is_trained = plan.run.code.exists() and bool(list_checkpoints(plan.run.checkpoints))
-            renamed = write_run(plan, None if is_trained else code, request=requests.get(plan.run))
-        start.say_renamed(plan.run, renamed)
-
-    for_each(write, plans)
-
-
 @contextlib.contextmanager
-def prepare_resumed_sweep(
+def sweep_as_written(
     start: Start,
     sweep: SweepDirectory,
     *,
     states: Collection[RunState] | None,
     where: Sequence[str],
     code_from: Path | None,
-) -> Iterator[PreparedSweep]:
-    """Holds a sweep and yields its runs that ended early, as they are on disk, ready to be continued.
+) -> Iterator[Batch]:
+    """Holds a sweep and yields its runs that ended early, as they are on disk.
 
     Args:
         start: how they are started.
@@ -253,24 +204,26 @@ def prepare_resumed_sweep(
             code = _replace_code(start, sweep, runs, source)
         for run in runs:
             run.stop_file.unlink(missing_ok=True)
-        prepared = PreparedSweep(
-            start=start,
-            sweep=sweep,
-            elements=todo,
-            requests=requests,
-            arrays=arrays,
-            config=config,
-            code=code,
-            source=source,
+        yield _opened(
+            Batch(
+                start=start,
+                path=sweep.path,
+                config=config,
+                elements=todo,
+                requests=requests,
+                is_as_written=True,
+                source=source,
+                provenance=code and code.with_suffix(".json"),
+                sweep=sweep,
+                arrays=arrays,
+            )
         )
-        prepared.open()
-        yield prepared
 
 
 def _ended_early(
     sweep: SweepDirectory, commands: SlurmCommands, *, states: Collection[RunState] | None, where: Sequence[str]
 ) -> list[Element]:
-    """Returns the runs of a sweep that `resume` continues; see `prepare_resumed_sweep`.
+    """Returns the runs of a sweep that `resume` continues; see `sweep_as_written`.
 
     Raises:
         RunError: there is none.

@@ -7,18 +7,16 @@ the other job does not begin.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import ClusterError
-from slurm_train.request.acceptance import expedite_flags, has_enough_without
+from slurm_train.request.acceptance import has_enough_without
 from slurm_train.request.batch_script import renewed_warning
-from slurm_train.rundir.jobs import read_job, record_job
+from slurm_train.rundir.jobs import read_job, read_script_of
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.allocation import cluster_of, compact_nodelist
+from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.job_request import JobRequest
 from slurm_train.slurm.records import Phase, nodes_in
 
 CONTINUES = "TRAIN_CONTINUES_JOB"
@@ -31,10 +29,9 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str
     Raises:
         ClusterError: sbatch refused it, or there is no script.
     """
-    from slurm_train.request.submission import submit_request
+    from slurm_train.request.submission import submit_run
 
-    if not run.submit_script.is_file():
-        raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
+    request = read_script_of(run)
     flags = [f"--dependency=afterany:{job_id}"]
     if exclude:
         flags.append(f"--exclude={','.join(exclude)}")
@@ -43,14 +40,7 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str
     flags += renewed_warning(config, run)
     # Which variables this job has was chosen when it was submitted; all of them are passed on.
     env = {**env, CONTINUES: job_id}
-    request = JobRequest.read(run.submit_script)
-    flags += expedite_flags(request, config, SlurmCommands(env))
-    new_id = submit_request(request, folder=run.submitted, env=env, flags=flags, export=tuple(env))
-    record_job(run, new_id, cluster=cluster_of(env), continues=job_id)
-    # Slurm will count this job as failed, so jobs that wait for its success would wait for ever.
-    with contextlib.suppress(ClusterError):
-        SlurmCommands(env).hand_dependents(job_id, new_id)
-    return new_id
+    return submit_run(run, request, config, env=env, commands=SlurmCommands(env), flags=flags, continues=job_id)
 
 
 def continued_job(run: RunDirectory, job_id: str, env: Mapping[str, str]) -> str | None:

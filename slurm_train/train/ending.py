@@ -100,7 +100,7 @@ def say_stopped(trainer: Trainer) -> None:
     else:
         say(f"stopped at step {trainer.position.step}; everything is saved in {trainer.rank.run.path}")
     # The job is requeued after a preemption or a time limit; a rank does not know which it was.
-    if config.cluster is not None and config.requeue.enabled and config.launch != "interactive":
+    if config.is_submitted and config.requeue.enabled:
         say("next: nothing to do after a preemption or at the time limit: the job is requeued automatically")
         say(f"      after a cancel: {resume}")
     else:

@@ -212,7 +212,8 @@ def build_pair(golden: RunDirectory, folder: Path, *, modules: Path, tally: Tall
     run.config.write_text(dump_config(replace(config, checkpoint=replace(config.checkpoint, keep=1))))
     run.checkpoints.mkdir(mode=0o700)
     plan = plan_following(run, env=os.environ, settings=[f"run.processes={dice.choice((1, 2))}"])
-    Start(words=["evaluate"], env=dict(os.environ), say=print).write(plan, None)
+    with Start(words=["evaluate"], env=dict(os.environ), say=print).fresh(plan, None) as batch:
+        batch.write_provenance()
     renew_lease(run.checkpoints, plan.run, most=_MOST_WAITING)
     trainer = Life(run=run, world_size=2, modules=modules, tally=tally)
     evaluator = EvaluatorLife(run=plan.run, world_size=plan.world.size, modules=modules, tally=tally)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from slurm_train.errors import ClusterError
 from slurm_train.plan.cpu_share import LEFT_TO_SLURM, CpuShare, NodeShares
 from slurm_train.plan.plan import RunPlan, plan_run
-from slurm_train.request.acceptance import acceptable_plan, without_chosen_cpus
-from slurm_train.request.batch_script import sbatch_components
+from slurm_train.request.acceptance import acceptable_plans, require_acceptable, without_chosen_cpus
+from slurm_train.request.batch_script import job_request, sbatch_components
 from slurm_train.slurm.policy import Partition, parse_sinfo
 from slurm_train.slurm.refusals import TestVerdict
 from tests.fakes.slurm_commands import FakeSlurmCommands
@@ -194,6 +195,12 @@ def test_slurm_is_asked_once_for_all_runs_of_a_sweep() -> None:
     assert [part.number for part in parts] == [14] and len(asked) == 1
 
 
+def ask(commands: FakeSlurmCommands, plans: Sequence[RunPlan]) -> str:
+    request = job_request(plans[0])
+    require_acceptable(request, commands)  # type: ignore[arg-type]
+    return request.text()
+
+
 def test_cpus_that_slurm_refuses_are_left_out() -> None:
     commands = slurm(NODE)
     scripts: list[str] = []
@@ -204,11 +211,11 @@ def test_cpus_that_slurm_refuses_are_left_out() -> None:
         return refused if "--cpus-per-task" in scripts[-1] else TestVerdict(is_accepted=True)
 
     commands.test_only = verdict_on  # type: ignore[method-assign]
-    plan, request, _ = acceptable_plan(plan_of(commands), commands)  # type: ignore[arg-type]
-    assert "--cpus-per-task" not in request.text() and request.text() == scripts[-1]
+    (plan,), script = acceptable_plans([plan_of(commands)], partial(ask, commands))
+    assert "--cpus-per-task" not in script and script == scripts[-1]
     assert plan.cpus == CpuShare(None, "as Slurm gives them: it refuses 14 per rank")
     with pytest.raises(ClusterError, match="Requested node configuration"):
-        acceptable_plan(plan_of(commands, cpus_per_gpu=14), commands)  # type: ignore[arg-type]
+        acceptable_plans([plan_of(commands, cpus_per_gpu=14)], partial(ask, commands))
 
 
 def test_a_limit_that_is_too_long_is_refused_with_automatic_cpus_too() -> None:
@@ -218,4 +225,4 @@ def test_a_limit_that_is_too_long_is_refused_with_automatic_cpus_too() -> None:
     plan = plan_of(commands, time_limit_min=9999)
     assert without_chosen_cpus(plan) is not None
     with pytest.raises(ClusterError, match="time_limit_min=9999 is more than partition"):
-        acceptable_plan(plan, commands)  # type: ignore[arg-type]
+        acceptable_plans([plan], partial(ask, commands))

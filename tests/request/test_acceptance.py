@@ -18,6 +18,7 @@ from slurm_train.request.acceptance import (
     salloc_words,
     step_verdict,
 )
+from slurm_train.request.batch_script import job_request
 from slurm_train.rundir.events import add_bad_nodes, forgive_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import SlurmCommands
@@ -273,7 +274,7 @@ JOB = {"JobId": "55", "JobState": "RUNNING", "NumNodes": "2", "NumCPUs": "24", "
 
 def test_an_allocation_is_asked_for_like_a_job() -> None:
     plan = make_plan(cluster=CLUSTER)
-    assert salloc_words(plan) == [
+    assert salloc_words(job_request(plan), plan.run.submit_script) == [
         "salloc",
         f"--job-name=gpt-stdlib-{plan.run.run_id}",
         "--nodes=2",
