@@ -174,9 +174,7 @@ def test_the_same_exception_is_known_again_on_whatever_rank() -> None:
 
 
 def test_one_row_gives_a_diagnosis_its_retry_its_blame_and_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Kind(
-        name="illegal_address", pattern="illegal address", lasting=True, blames_node=False, advice="see the kernel"
-    )
+    row = Kind("address", "illegal address", lasting=True, blames_node=False, advice="see the kernel")
     error = RuntimeError("CUDA error: an illegal address")
 
     def verdict() -> tuple[str, bool, tuple[str, ...], str]:
