@@ -1,6 +1,6 @@
 """What a supervisor does when ranks have ended, and what the record of a job alone tells of its end.
 
-`decision` chooses among the actions, `supervisor` and `scheduler` carry them out.
+`decision` chooses among the actions, `supervisor` and `requeue` carry them out.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def _decide_failure(
     tries = ends_without_progress(traces.past)[Reason.FILE_SYSTEM] + 1
     may_wait = settings.enabled and traces.restart_count > 0 and tries <= MOST_FAILED_STARTS
     if may_wait and not traces.had_begun and any(one.code == _DISK_FULL for one in errors_of(traces.findings)):
-        return later(str(cause), tries)
+        return delayed_requeue(str(cause), tries)
     # Wrong use fails in the same way again, so it is not retried.
     if not _can_relaunch(traces, settings) or code == EXIT_WRONG_USE:
         return Decision(reason, Action.STOP, words)
@@ -307,7 +307,7 @@ def advice_on(words: str, limits: Limits = _UNLIMITED) -> str:
     return next((f"; {kind.advice}" for kind in kinds if kind.advice), "")
 
 
-def later(problem: str, tries: int) -> Decision:
+def delayed_requeue(problem: str, tries: int) -> Decision:
     """Returns that the job is requeued for later, the later the more often it was tried."""
     delay_s = min(FIRST_DELAY_S << max(tries - 1, 0), _LONGEST_DELAY_S)
     note = f"{problem}; Slurm is asked to requeue the job, for {delay_s} s later"

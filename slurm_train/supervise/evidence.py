@@ -43,8 +43,9 @@ from slurm_train.status.failure import crash_in, crash_of_child_in, last_words
 from slurm_train.supervise.actions import slurm_reason
 from slurm_train.supervise.best_effort import BestEffort
 from slurm_train.supervise.growth import Growth
+from slurm_train.supervise.job import Job
 from slurm_train.supervise.own_end import EndKind, OwnEnd, judge, read_end
-from slurm_train.supervise.scheduler import Scheduler
+from slurm_train.supervise.step import Step
 
 # What Python says of a variable that the environment lacks: the innermost frame is `os.environ.__getitem__`, and from
 # 3.11 on its module is frozen, and without a line of source.
@@ -138,7 +139,8 @@ class Traces:
         opening: Round,
         exit_code: int,
         *,
-        scheduler: Scheduler,
+        job: Job,
+        step: Step,
         best_effort: BestEffort,
         last_committed: int | None,
         is_own_code: bool,
@@ -153,14 +155,15 @@ class Traces:
             attempt: its number.
             opening: how it began.
             exit_code: of srun, or of the local ranks.
-            scheduler: what has started the job.
+            job: the job of this process.
+            step: has run the ranks.
             best_effort: bounds the time of each read.
             last_committed: step of the newest checkpoint, None where that is not known.
             is_own_code: whether the ranks run a person's own program.
             had_oom_kill: whether the kernel of this node ended a process for lack of memory meanwhile.
         """
         end_unix_s = time.time()
-        job = scheduler.show_job()
+        record = job.show()
         ledger = best_effort("the ledger", lambda: read_ledger(run), list[Attempt]())
         past = [earlier for earlier in ledger if earlier.number < attempt]
         this = next((one for one in ledger if one.number == attempt), None)
@@ -202,19 +205,19 @@ class Traces:
             is_finished=best_effort("the result", lambda: is_there(run.result), False),
             stop_asked=best_effort("the STOP file", lambda: is_there(run.stop_file), False),
             limits=read_limits(),
-            is_slurm=scheduler.start.job_id is not None,
-            job=job,
-            restart_count=scheduler.start.restart_count,
-            violent_end=best_effort("the output of srun", lambda: scheduler.explain(attempt), None),
-            ends=best_effort("the output of srun", lambda: tuple(scheduler.ends(attempt)), ()),
-            tasks=best_effort("the output of srun", lambda: tuple(scheduler.tasks(attempt)), ()),
-            own_words=best_effort("the output of srun", lambda: scheduler.own_words(attempt), ""),
-            num_ranks=scheduler.start.world_size,
-            lost_nodes=tuple(scheduler.lost_nodes(job)),
+            is_slurm=job.job_id is not None,
+            job=record,
+            restart_count=job.restart_count,
+            violent_end=best_effort("the output of srun", lambda: step.explain(attempt), None),
+            ends=best_effort("the output of srun", lambda: tuple(step.ends(attempt)), ()),
+            tasks=best_effort("the output of srun", lambda: tuple(step.tasks(attempt)), ()),
+            own_words=best_effort("the output of srun", lambda: step.own_words(attempt), ""),
+            num_ranks=step.start.world_size,
+            lost_nodes=tuple(step.lost_nodes(record)),
             had_oom_kill=had_oom_kill,
-            head_node=scheduler.start.nodes[0],
-            growth=scheduler.growth,
-            may_relaunch=scheduler.can_relaunch,
+            head_node=step.start.nodes[0],
+            growth=step.growth,
+            may_relaunch=step.can_relaunch,
         )
         end_of_own, ended_early = traces._judge_own_end(run, best_effort)
         return replace(traces, end_of_own=end_of_own, ended_early=ended_early)

@@ -3,7 +3,7 @@
 A requeue costs as much as a restart, and gives faster steps until the run, or this start of its job, ends. Costs and
 step times come from the run's own ledger. A growth has failed if the job did not get the nodes, or lost them before
 they had paid for the restart. Each failed growth in a row doubles the time until the next question. The count is read
-from the ledger, so it survives a requeue. `srun` decides when to ask, `scheduler` asks Slurm.
+from the ledger, so it survives a requeue. `job_judges` decides when to ask, and asks Slurm.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 A job may hold more nodes than its ranks need (`cluster.spare_nodes`), and a run may use a range of node numbers
 (`cluster.nodes=2-4`). One rule covers both: an attempt uses the largest number of nodes that the run can use and that
 healthy nodes can fill. A node that was lost, or found bad, is not used again in this start of the job. A node that was
-found bad before, in this run or in another, is used last. Pure: `scheduler` and `evidence` say which nodes are lost or
-bad.
+found bad before, in this run or in another, is used last. Pure: `srun` and `evidence` say which nodes are lost or bad.
 """
 
 from __future__ import annotations

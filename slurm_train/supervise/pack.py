@@ -14,7 +14,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.actions import Decision, is_over_its_limit
 from slurm_train.supervise.best_effort import BestEffort
 from slurm_train.supervise.decision import FIRST_DELAY_S
-from slurm_train.supervise.scheduler import SlurmJob
+from slurm_train.supervise.job import SlurmJob
 
 BACK = "back"
 """Value in place of a share (`slurm.share.PACK`): all runs of the pack have ended, and this one is to continue."""
@@ -24,10 +24,6 @@ class PackedJob(SlurmJob):
     """The Slurm job of a pack, as the supervisor of one of its runs sees it."""
 
     is_shared = True
-
-    def step_name(self, attempt: int) -> str:
-        """Returns a name that no other run's step has."""
-        return f"{super().step_name(attempt)}.{self._run.run_id}"
 
     def has_left(self) -> bool:
         """Returns whether the run has stopped for good in an earlier start of this job."""
@@ -46,14 +42,14 @@ def return_of(run: RunDirectory, job: SlurmJob) -> Decision:
 
     It is to requeue, also where that is not known; not for a run that a person has stopped.
     """
-    record = job.show_job()
+    record = job.show()
     is_over = record is not None and is_over_its_limit(record)
     ledger = BestEffort()("the ledger", lambda: read_ledger(run), list[Attempt]())
     end = ledger[-1].end if ledger else None
     is_left = BestEffort()("the STOP file", lambda: job.job_id in left_jobs(run, [job.job_id], ledger), default=False)
     if is_left:
         return Decision(Reason.STOPPED if end is None else end.reason, Action.STOP, "" if end is None else end.note)
-    is_of_this_start = bool(ledger) and ledger[-1].start.job_start == job.start.job_start
+    is_of_this_start = bool(ledger) and ledger[-1].start.job_start == job.job_start
     if end is None or end.reason is Reason.FILE_SYSTEM or not is_of_this_start:
         # Its attempt could not be opened or closed; later that may be possible.
         note = "the run could not write its files"

@@ -28,15 +28,15 @@ from typing import BinaryIO
 
 from slurm_train.assets import read_template
 from slurm_train.code.provenance import record_environment
-from slurm_train.code.snapshot import MOST_CHANGES_SHOWN
-from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, NodesError, SilentNodesError
+from slurm_train.code.snapshot import MOST_CHANGES_SHOWN, own_snapshot, require_sealed
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, NodesError, RunError, SilentNodesError
 from slurm_train.formatting import plain, shorten
-from slurm_train.rundir.events import append_event
+from slurm_train.rundir.events import FailureMark, append_event, leave_mark
 from slurm_train.rundir.files import open_file
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import compact_nodelist, het_job_ids, parse_nodelist
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
-from slurm_train.slurm.job_variables import helper_environment
+from slurm_train.slurm.job_variables import helper_environment, node_name
 from slurm_train.slurm.records import NO_STEP, TaskEnd
 from slurm_train.supervise.best_effort import say
 
@@ -265,6 +265,22 @@ def note_environment(run: RunDirectory, attempt: int, *, slurm: Callable[[], str
     thread = threading.Thread(target=note, name="environment", daemon=True)
     thread.start()
     return thread
+
+
+def refused_code(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> int | None:
+    """Returns the exit code of an attempt whose snapshot of the code was changed, None where it may begin.
+
+    A requeue runs the snapshot again, perhaps days later. The error is printed and left as the attempt's mark, so that
+    the ledger has it.
+    """
+    try:
+        own_snapshot(run)
+        require_sealed(run)
+    except RunError as err:
+        say(str(err))
+        leave_mark(run, attempt, FailureMark(rank=0, host=node_name(env), exit_code=2, message=err.message))
+        return err.exit_code
+    return None
 
 
 # --- the step of srun ---

@@ -12,14 +12,13 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from slurm_train.checkpoint.verify import committed_step_of_program, newest_committed_step
-from slurm_train.code.snapshot import own_snapshot, require_sealed
 from slurm_train.config.schema import RequeueSection, RunConfig
-from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, RunError
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, RunError
 from slurm_train.metrics import last_numbers
 from slurm_train.rundir.attempts import (
     Round,
@@ -33,35 +32,32 @@ from slurm_train.rundir.attempts import (
     read_round,
 )
 from slurm_train.rundir.cause import Cause
-from slurm_train.rundir.events import FailureMark, leave_mark
-from slurm_train.rundir.files import NO_SUCH_CALL, change_times, is_there, listed, read_tail
+from slurm_train.rundir.files import change_times, is_there, listed, read_tail
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
-from slurm_train.rundir.ledger import NOT_REQUEUED, Action, Attempt, End, Reason, Start, read_ledger, record_end
+from slurm_train.rundir.ledger import Action, Attempt, End, Reason, Start, read_ledger, record_end
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.scores import num_recorded
 from slurm_train.rundir.signs import read_group, read_signs
 from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
-from slurm_train.slurm.job_variables import node_name
 from slurm_train.slurm.records import state_in_batch_log
-from slurm_train.supervise.actions import CANCELLED, Decision, slurm_reason
+from slurm_train.supervise.actions import CANCELLED, Decision
 from slurm_train.supervise.best_effort import BestEffort, say
 from slurm_train.supervise.decision import (
-    MOST_FAILED_STARTS,
     advice_on,
     decide,
     ends_without_progress,
     exit_code_of,
     failed_on,
-    later,
     nodes_to_avoid,
-    starts_without_progress,
     used_up,
 )
 from slurm_train.supervise.evidence import Traces, cause_of
+from slurm_train.supervise.job import Job
 from slurm_train.supervise.notify import Event, Notifier
 from slurm_train.supervise.own_end import EndKind
-from slurm_train.supervise.scheduler import Scheduler
+from slurm_train.supervise.requeue import carry_out, is_cancelled, nth_end
 from slurm_train.supervise.silence import apart_sentence
+from slurm_train.supervise.step import Step
 
 _WRITER_WAIT_S = 60.0
 _BATCH_LOG_BYTES = 64 * 1024
@@ -69,8 +65,6 @@ _RETURNS = (Action.REQUEUE, Action.LEAVE)
 """After these the job comes back."""
 _WITH_CAUSE = (Reason.FAILED, Reason.NODE_FAILURE, Reason.FILE_SYSTEM)
 """Ends that what ranks and nodes did has brought about; of the others Slurm or a person says why."""
-# Errors that do not pass by themselves, besides those of calls that a file system does not have.
-_LASTING = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 _LOST_REASONS = {
     "NODE_FAIL": Reason.NODE_FAILURE,
     "BOOT_FAIL": Reason.NODE_FAILURE,
@@ -79,9 +73,6 @@ _LOST_REASONS = {
     "REQUEUED": Reason.REQUEUED,
     "CANCELLED": Reason.CANCELLED,
 }
-
-Launch = Callable[[int], int]
-"""Runs the ranks of the attempt with this number and returns their exit code."""
 
 
 def progress_of(run: RunDirectory, config: RunConfig) -> Callable[[], int | None]:
@@ -100,7 +91,8 @@ class Supervisor:
 
     Args:
         run: the run.
-        scheduler: what started the job.
+        job: the job of this process.
+        step: runs the ranks.
         settings: when to requeue and relaunch.
         committed_step: returns the step of the newest checkpoint, -1 if there is none, or another count by
             `progress_of`. The function, or its result, is None where checkpoints are not known, as of a user's own
@@ -114,7 +106,8 @@ class Supervisor:
     def __init__(
         self,
         run: RunDirectory,
-        scheduler: Scheduler,
+        job: Job,
+        step: Step,
         settings: RequeueSection,
         *,
         committed_step: Callable[[], int | None] | None = None,
@@ -123,14 +116,13 @@ class Supervisor:
     ) -> None:
         self._run = run
         self._notify = notify
-        self._scheduler = scheduler
+        self._job = job
+        self._step = step
         self._settings = settings
         self._committed_step = committed_step
         self._is_own_code = is_own_code
-        self._job_id = scheduler.start.job_id
-        self._restart_count = scheduler.start.restart_count
 
-    def supervise(self, launch: Launch) -> int:
+    def supervise(self) -> int:
         """Runs one attempt, and further ones in the same allocation if ranks are relaunched; returns the exit code.
 
         Raises:
@@ -138,86 +130,64 @@ class Supervisor:
                 directory was moved or removed.
         """
         run = self._run
-        scheduler = self._scheduler
-        job_id = self._job_id
-        # A process that writes configuration or code holds the lock for a moment; a job waits for it.
-        wait_s = _WRITER_WAIT_S if job_id is not None else 0.0
-        hold_run(run)
-        take_lock(run.lock, scheduler.holder, is_alive=scheduler.is_alive, wait_s=wait_s)
-        try:
+        with self._holding():
             start = self._start()
-            # Only after the lock is taken: a job without the lock must not hide the job that has it.
-            if job_id is not None:
-                record_job(
-                    run,
-                    job_id,
-                    cluster=scheduler.holder.cluster,
-                    continues=scheduler.continues,
-                    is_packed=scheduler.is_shared,
-                )
-            close_lost(run, start, past_ends=scheduler.past_ends, last_step=last_step(run))
+            close_lost(run, start, past_ends=self._job.past_ends, last_step=last_step(run))
             if is_there(run.result):
                 say(f"{run.path} is finished already; see {run.result}")
                 return EXIT_DONE
-            refusal = obey_stop(run, job_id, continues=scheduler.continues, newest_job=scheduler.newest_job)
+            refusal = self._refusal(start)
             if refusal:
                 say(refusal)
                 return EXIT_FAILURE
-            if scheduler.has_left():
-                # Also where a site requeues jobs by their exit code (RequeueExit).
-                say(f"it has stopped in an earlier start of job {job_id}; `resume {run.run_id}` continues the run")
-                return EXIT_FAILURE
-            refusal = self._budget_used_up(start)
-            if refusal:
-                say(f"nothing is started: {refusal}")
-                self._send("failed", f"nothing is started: {refusal}", attempt=max(existing_attempts(run), default=0))
-                return EXIT_FAILURE
             while True:
-                exit_code, decision = self._run_attempt(launch)
+                exit_code, decision = self._run_attempt()
                 if decision.action is not Action.RELAUNCH:
                     break
+        return carry_out(run, self._job, decision, exit_code, notify=self._notify)
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Holds the run for this job."""
+        run = self._run
+        job = self._job
+        job_id = job.job_id
+        # A process that writes configuration or code holds the lock for a moment; a job waits for it.
+        wait_s = _WRITER_WAIT_S if job_id is not None else 0.0
+        hold_run(run)
+        take_lock(run.lock, job.holder, is_alive=job.is_alive, wait_s=wait_s)
+        try:
+            # Only after the lock is taken: a job without the lock must not hide the job that has it.
+            if job_id is not None:
+                cluster = job.holder.cluster
+                record_job(run, job_id, cluster=cluster, continues=job.continues, is_packed=job.is_shared)
+            yield
         finally:
             best_effort = BestEffort()
             if job_id is not None:
-                best_effort("the STOP file", lambda: complete_stop(run, job_id, newest_job=scheduler.newest_job), None)
+                best_effort("the STOP file", lambda: complete_stop(run, job_id, newest_job=job.newest_job), None)
             # A lock that cannot be removed is taken over by this job's next start, or by any job after this one's end.
-            best_effort("the lock", lambda: release_lock(run.lock, scheduler.holder), None)
+            best_effort("the lock", lambda: release_lock(run.lock, job.holder), None)
             let_go(run)
-        if decision.action is Action.REQUEUE and not scheduler.requeue(decision):
-            return self._hand_over(decision)
-        return self._act(decision, exit_code)
 
-    def come_back_later(self, error: OSError) -> int:
-        """Requeues a job that could not start its ranks, or lacked a file that it needs; returns the exit code.
-
-        A full disk or a stale file handle may pass, so the job is requeued with a growing delay, ten times in a row.
-
-        Raises:
-            OSError: the error itself, where it does not pass by itself.
-        """
-        if isinstance(error, _LASTING) or error.errno in NO_SUCH_CALL or self._job_id is None:
-            raise error
-        ledger = BestEffort()("the ledger", lambda: read_ledger(self._run), None)
-        # Without a ledger the number of tries is not known; the job tries again at long intervals.
-        tries = MOST_FAILED_STARTS // 2
-        if ledger is not None:
-            tries = starts_without_progress(ledger, job_id=self._job_id, restart_count=self._restart_count)
-        problem = f"the run could not be started: {error}"
-        if tries > MOST_FAILED_STARTS:
-            say(f"{problem}; that was start {tries} in a row, so the job ends; `resume` continues the run")
-            return EXIT_FAILURE
-        decision = later(problem, tries)
-        say(decision.note)
-        return self.come_back(decision)
-
-    def come_back(self, decision: Decision) -> int:
-        """Requeues the job as decided, or submits another one that continues the run; returns the exit code."""
-        if self._scheduler.requeue(decision):
-            return self._act(decision, EXIT_FAILURE)
-        return self._hand_over(decision)
+    def _refusal(self, start: Start) -> str:
+        """Returns why no attempt may begin, "" where one may."""
+        run = self._run
+        job = self._job
+        refusal = obey_stop(run, job.job_id, continues=job.continues, newest_job=job.newest_job)
+        if refusal:
+            return refusal
+        if job.has_left():
+            # Also where a site requeues jobs by their exit code (RequeueExit).
+            return f"it has stopped in an earlier start of job {job.job_id}; `resume {run.run_id}` continues the run"
+        refusal = self._budget_used_up(start)
+        if not refusal:
+            return ""
+        self._send("failed", f"nothing is started: {refusal}", attempt=max(existing_attempts(run), default=0))
+        return f"nothing is started: {refusal}"
 
     def _start(self) -> Start:
-        return replace(self._scheduler.start, first_committed=self._committed())
+        return replace(self._step.start, first_committed=self._committed())
 
     def _committed(self) -> int | None:
         """Returns the step of the newest checkpoint; None if it is unknown or cannot be read."""
@@ -229,7 +199,7 @@ class Supervisor:
         """Returns why a job that Slurm has restarted by itself must not go on, "" where it may; writes it down."""
         ledger = read_ledger(self._run)
         newest = ledger[-1] if ledger else None
-        if self._restart_count == 0 or start.first_committed is None or newest is None or newest.end is None:
+        if self._job.restart_count == 0 or start.first_committed is None or newest is None or newest.end is None:
             return ""
         end = newest.end
         max_returns = self._settings.max_returns_without_progress
@@ -238,20 +208,20 @@ class Supervisor:
             record_end(self._run, newest.number, replace(end, action=Action.STOP, note=f"{end.reason}; {refusal}"))
         return refusal
 
-    def _run_attempt(self, launch: Launch) -> tuple[int, Decision]:
+    def _run_attempt(self) -> tuple[int, Decision]:
         """Runs the ranks once; on return the ledger has both lines of the attempt, unless the second write failed."""
         run = self._run
-        this_start = (self._job_id, self._restart_count)
+        this_start = (self._job.job_id, self._job.restart_count)
         is_first_here = all(earlier.start.job_start != this_start for earlier in read_ledger(run))
         # Ranks that are started again in the same allocation have not waited in the queue.
-        queue_s = self._scheduler.queue_s() if is_first_here else 0.0
+        queue_s = self._job.queue_s() if is_first_here else 0.0
         start_unix_s = time.time()
         start = self._start()
         attempt = open_attempt(run, start)
         opening = Round(world_size=start.world_size, first_step=last_step(run), start_unix_s=start_unix_s)
-        oom_kills_before = self._scheduler.num_oom_kills()
+        oom_kills_before = self._step.num_oom_kills()
         try:
-            exit_code = launch(attempt)
+            exit_code = self._step.run(attempt)
         except OSError as err:
             unable = End(
                 time_unix_s=time.time(),
@@ -266,7 +236,7 @@ class Supervisor:
         moved = best_effort("the run directory", lambda: _moved(run), None)
         if moved is not None:
             raise moved
-        had_oom_kill = self._scheduler.num_oom_kills() > oom_kills_before
+        had_oom_kill = self._step.num_oom_kills() > oom_kills_before
         traces = self._read_traces(attempt, opening, exit_code, best_effort, had_oom_kill=had_oom_kill)
         cause = cause_of(traces)
         decision = self._decide(traces, cause)
@@ -313,7 +283,7 @@ class Supervisor:
 
     def _send(self, event: Event, note: str, *, attempt: int, once: str = "") -> None:
         if self._notify is not None:
-            self._notify(event, note=note, job_id=self._job_id, attempt=attempt, once=once)
+            self._notify(event, note=note, job_id=self._job.job_id, attempt=attempt, once=once)
 
     def _read_traces(
         self, first_attempt: int, opening: Round, exit_code: int, best_effort: BestEffort, *, had_oom_kill: bool
@@ -336,7 +306,8 @@ class Supervisor:
             attempt,
             opening,
             exit_code,
-            scheduler=self._scheduler,
+            job=self._job,
+            step=self._step,
             best_effort=best_effort,
             last_committed=self._committed(),
             is_own_code=self._is_own_code,
@@ -356,96 +327,32 @@ class Supervisor:
 
     def _decide(self, traces: Traces, cause: Cause | None) -> Decision:
         """Returns what follows; if ranks are to be relaunched, the nodes are free for them when it returns."""
-        scheduler = self._scheduler
+        step = self._step
         to_avoid = nodes_to_avoid(traces, cause)
-        others = tuple(scheduler.nodes_without(to_avoid))
-        can_avoid = bool(to_avoid) and (bool(others) or scheduler.can_avoid(to_avoid))
+        others = tuple(step.nodes_without(to_avoid))
+        can_avoid = bool(to_avoid) and (bool(others) or step.can_avoid(to_avoid))
         avoid = to_avoid if can_avoid else ()
         decision = decide(traces, cause, settings=self._settings, avoid=avoid, others=others)
         # `cancel` leaves a STOP file as well, and a job that was being preempted does not show that it was cancelled.
         may_be_cancelled = decision.action is Action.REQUEUE or decision.reason is Reason.STOPPED
-        if may_be_cancelled and self._is_cancelled(traces.job):
+        if may_be_cancelled and is_cancelled(self._job, traces.job):
             return CANCELLED
         if decision.action is Action.RELAUNCH:
-            cleared = BestEffort()("the step", lambda: scheduler.clear(traces.number), False, asks_slurm=True)
+            cleared = BestEffort()("the step", lambda: step.clear(traces.number), False, asks_slurm=True)
             if not cleared:
                 why = "nothing more can be started in this allocation, so Slurm is asked to requeue the job"
                 note = f"{cause}; {why}" if cause is not None else why
                 return replace(decision, action=Action.REQUEUE, note=note, left_out=())
             if decision.left_out:
-                scheduler.use(others, without=decision.left_out)
-        if decision.reason is Reason.REQUEUED and self._job_id is not None:
+                step.use(others, without=decision.left_out)
+        if decision.reason is Reason.REQUEUED and self._job.job_id is not None:
             # After a preemption without grace time the job's own record says only that it was restarted.
-            state = _nth(scheduler.past_ends(self._job_id), self._restart_count)
+            state = nth_end(self._job.past_ends(self._job.job_id), self._job.restart_count)
             if state == "PREEMPTED":
                 return replace(decision, reason=Reason.PREEMPTED, note=f"preempted; {decision.note}")
             if state == "NODE_FAIL":
                 return replace(decision, reason=Reason.NODE_FAILURE, note=f"a node was lost; {decision.note}")
         return decision
-
-    def _act(self, decision: Decision, exit_code: int) -> int:
-        if decision.action is Action.FINISH:
-            return EXIT_DONE
-        if decision.action in _RETURNS:
-            self._scheduler.wait_for_requeue(decision)
-            return EXIT_REQUEUE
-        return exit_code or EXIT_FAILURE
-
-    def _hand_over(self, decision: Decision) -> int:
-        """Has another job continue the run, since Slurm does not requeue this one, and records what came of it."""
-        scheduler = self._scheduler
-        if self._is_cancelled(scheduler.show_job()):
-            # The job was cancelled after the decision, so the requeue did nothing, and no other job is wanted.
-            self._record_outcome(CANCELLED)
-            return EXIT_FAILURE
-        new_id = BestEffort()("another job", lambda: scheduler.resubmit(decision), "", asks_slurm=True)
-        if new_id:
-            note = f"{decision.reason}; this job cannot be requeued; job {new_id} takes over when it has ended"
-            self._record_outcome(replace(decision, note=note))
-            return EXIT_REQUEUE
-        refusals = "; ".join(scheduler.refusals) or "Slurm did not confirm the requeue"
-        note = f"{decision.reason}; {refusals}; `resume` continues the run"
-        attempt = self._record_outcome(replace(decision, note=note), outcome=NOT_REQUEUED)
-        self._send("failed", note, attempt=attempt, once=f"attempt {attempt}")
-        return EXIT_FAILURE
-
-    def _record_outcome(self, became: Decision, *, outcome: str = "") -> int:
-        """Records what became of the decision in the attempt of this start, if it has opened one; returns its number.
-
-        Args:
-            became: what has become of it.
-            outcome: see `ledger.End`.
-        """
-        best_effort = BestEffort()
-        ledger = best_effort("the ledger", lambda: read_ledger(self._run), list[Attempt]())
-        number = ledger[-1].number if ledger else 0
-        say(f"attempt {number}: {became.note}")
-        if ledger and ledger[-1].start.job_start == (self._job_id, self._restart_count):
-            end = replace(
-                ledger[-1].end or End(time_unix_s=time.time()),
-                reason=became.reason,
-                action=became.action,
-                note=became.note,
-                outcome=outcome,
-            )
-            best_effort("the ledger", lambda: record_end(self._run, number, end), None)
-        return number
-
-    def _is_cancelled(self, job: Mapping[str, str] | None) -> bool:
-        """Returns whether somebody cancelled this job, which is ending, perhaps in the grace time of a preemption.
-
-        In the grace time the job's own record looks the same either way, but accounting has the cancellation at once
-        (22.05: "CANCELLED" while still COMPLETING; a requeued job has more Restarts by then). Accounting is asked only
-        where it matters.
-        """
-        if job is None or self._job_id is None:
-            return False
-        if slurm_reason(job, self._restart_count) is Reason.CANCELLED:
-            return True
-        is_ending = job.get("JobState") in ("COMPLETING", "CANCELLED")
-        if not is_ending or int(job.get("Restarts", "0")) > self._restart_count:
-            return False
-        return _nth(self._scheduler.past_ends(self._job_id), self._restart_count) == "CANCELLED"
 
 
 def close_lost(run: RunDirectory, start: Start, *, past_ends: Callable[[str], Sequence[str]], last_step: int) -> None:
@@ -464,7 +371,7 @@ def close_lost(run: RunDirectory, start: Start, *, past_ends: Callable[[str], Se
             continue
         job_id, index = attempt.start.job_start
         start_unix_s = attempt.start.time_unix_s
-        state = _nth(past_ends(job_id) if job_id else (), index)
+        state = nth_end(past_ends(job_id) if job_id else (), index)
         if not state and job_id:
             # Without accounting, or before it has the end; Slurm's times are whole seconds.
             batch_log = read_tail(run.logs / "batch.log", _BATCH_LOG_BYTES)
@@ -490,22 +397,6 @@ def close_lost(run: RunDirectory, start: Start, *, past_ends: Callable[[str], Se
             seconds=read_account(run, attempt.number, **wall, step_before=0),
         )
         record_end(run, attempt.number, end)
-
-
-def refused_code(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> int | None:
-    """Returns the exit code of an attempt whose snapshot of the code was changed, None where it may begin.
-
-    A requeue runs the snapshot again, perhaps days later. The error is printed and left as the attempt's mark, so that
-    the ledger has it.
-    """
-    try:
-        own_snapshot(run)
-        require_sealed(run)
-    except RunError as err:
-        say(str(err))
-        leave_mark(run, attempt, FailureMark(rank=0, host=node_name(env), exit_code=2, message=err.message))
-        return err.exit_code
-    return None
 
 
 def ignore_stop_signals() -> None:
@@ -539,8 +430,3 @@ def _moved(run: RunDirectory) -> RunError | None:
     except RunError as err:
         return err
     return None
-
-
-def _nth(states: Sequence[str], index: int) -> str:
-    """Returns how the start with this number ended, "" where that is not known."""
-    return states[index] if index < len(states) else ""

@@ -558,17 +558,17 @@ def rank_logs(size: int, folder: Path) -> Cost:
     from slurm_train.config.schema import RunConfig
     from slurm_train.rundir.paths import RunDirectory
     from slurm_train.slurm.allocation import Allocation
+    from slurm_train.supervise.job import SlurmJob
     from slurm_train.supervise.nodes import NodePool
-    from slurm_train.supervise.scheduler import SlurmJob
-    from slurm_train.supervise.srun import SrunLaunch
+    from slurm_train.supervise.srun import SrunStep
 
     run = RunDirectory(folder / "n" / "run")
     allocation = Allocation(requeue_id="1", restart_count=0, nodes=("node0",), tasks_per_node=(size,))
-    job = SlurmJob(run, allocation, {}, pool=NodePool.whole(allocation), retry_s=0.0)
+    job = SlurmJob(run, allocation, {}, retry_s=0.0)
     command = ["srun", f"--output={folder}/rank_%t.log"]
-    launch = SrunLaunch(run=run, config=RunConfig(), job=job, command=command, env={})
+    step = SrunStep(run, RunConfig(), job, pool=NodePool.whole(allocation), command=command, env={})
     with counted() as counts:
-        launch._make_logs(folder)
+        step._make_logs(folder)
     assert len(list(folder.glob("rank_*.log"))) == size
     return cost_of(counts)
 

@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RequeueSection, RunConfig
-from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.actions import Decision
-from slurm_train.supervise.scheduler import Scheduler
+from slurm_train.supervise.job import Job
 from slurm_train.supervise.supervisor import Supervisor
 from slurm_train.worker import script_main
 from tests.campaigns.record import Tally
 from tests.support.ledgers import ledger_lines
+from tests.support.steps import FunctionStep
 from tests.support.waiting import wait_for
 
 STEPS = 16
@@ -172,15 +172,17 @@ class Trial(NamedTuple):
         return f"{self.program}: {stops}"
 
 
-class _Job(Scheduler):
+class _Job(Job):
     """A job that is requeued whenever that is asked for; its record says what the trial says."""
 
     def __init__(self, restart_count: int) -> None:
-        super().__init__(Start(job_id="7", restart_count=restart_count, nodes=("here",), world_size=1), {})
+        super().__init__({})
+        self.job_id = "7"
+        self.restart_count = restart_count
         self.is_preempted = False
 
-    def show_job(self) -> dict[str, str]:
-        record = _PREEMPTED | {"Restarts": str(self.start.restart_count)}
+    def show(self) -> dict[str, str]:
+        record = _PREEMPTED | {"Restarts": str(self.restart_count)}
         return record if self.is_preempted else record | {"PreemptTime": "None"}
 
     def requeue(self, _decision: Decision) -> bool:
@@ -249,7 +251,8 @@ def _live_once(directory: RunDirectory, program: Path, attempt: int, stop: str, 
         code = rank.wait(_PATIENCE_S)
         return code if code >= 0 else 128 - code
 
-    Supervisor(directory, job, RequeueSection(), is_own_code=True).supervise(launch)
+    step = FunctionStep(launch, job_id="7", restart_count=attempt)
+    Supervisor(directory, job, step, RequeueSection(), is_own_code=True).supervise()
     return str(ledger_lines(directory)[-1].get("reason"))
 
 

@@ -19,20 +19,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurm_train.config.frozen import dump_config, load_config
-from slurm_train.rundir import ledger
 from slurm_train.rundir.attempts import withdraw_result
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
 from slurm_train.rundir.pins import renew_lease
 from slurm_train.start.evaluation import plan_following
 from slurm_train.start.start import Start
-from slurm_train.supervise.scheduler import Scheduler
+from slurm_train.supervise.job import Job
 from slurm_train.supervise.supervisor import Supervisor
 from tests.campaigns.checker import History
 from tests.campaigns.kills_local import LONGEST_LIFE_S, NOBODY, Aim, Attempt, Life, choose_aim, copy_of, train_golden
 from tests.campaigns.moments import FOLLOWING, Moment
 from tests.campaigns.record import Tally
 from tests.campaigns.victims import COUNTED_MODULE
+from tests.support.steps import FunctionStep
 from tests.support.waiting import repeating, wait_for
 
 STEPS = 120
@@ -56,7 +56,6 @@ class EvaluatorLife(Life):
 
     def lose_supervisor(self, after_s: float) -> bool:
         """Starts an attempt and loses its supervisor after a time; its ranks live on. Returns whether it was lost."""
-        start = ledger.Start(job_id=None, restart_count=0, nodes=("here",), world_size=self.world_size)
         lost = threading.Event()
 
         def launch(number: int) -> int:
@@ -72,8 +71,9 @@ class EvaluatorLife(Life):
                 threading.Event().wait()
             return codes[0]
 
-        supervisor = Supervisor(self.run, Scheduler(start, os.environ), load_config(self.run.config).requeue)
-        thread = threading.Thread(target=supervisor.supervise, args=(launch,), daemon=True)
+        step = FunctionStep(launch, world_size=self.world_size)
+        supervisor = Supervisor(self.run, Job(os.environ), step, load_config(self.run.config).requeue)
+        thread = threading.Thread(target=supervisor.supervise, daemon=True)
         thread.start()
         wait_for(lambda: lost.is_set() or not thread.is_alive(), within_s=_PATIENCE_S, what="the end of the supervisor")
         if lost.is_set():

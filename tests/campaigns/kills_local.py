@@ -30,17 +30,17 @@ from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import load_config
 from slurm_train.distributed.master import probe_port
 from slurm_train.rundir.events import first_mark
-from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.job_variables import scrubbed
+from slurm_train.supervise.job import Job
 from slurm_train.supervise.ranks import LocalRanks
-from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor
 from tests.campaigns.checker import History, Look, check, look, read_history
 from tests.campaigns.moments import AT_THE_END, NOTE, PHASES, Moment, Note, newest_complete
 from tests.campaigns.record import Tally
 from tests.campaigns.victims import COUNTED, COUNTED_MODULE, NUM_SAMPLES, UNSHARED
 from tests.support.command_line import REPOSITORY, Person
+from tests.support.steps import FunctionStep
 from tests.support.warm_ranks import WarmRank, start_rank
 
 STEPS = 120
@@ -124,7 +124,6 @@ class Life:
 
     def attempt(self, aim: Aim) -> bool:
         """Runs one attempt; returns whether somebody was killed in it."""
-        start = Start(job_id=None, restart_count=0, nodes=("here",), world_size=self.world_size)
         attempts: list[Attempt] = []
 
         def launch(number: int) -> int:
@@ -132,7 +131,8 @@ class Life:
             return attempts[0].run()
 
         settings = load_config(self.run.config).requeue
-        code = Supervisor(self.run, Scheduler(start, os.environ), settings).supervise(launch)
+        step = FunctionStep(launch, world_size=self.world_size)
+        code = Supervisor(self.run, Job(os.environ), step, settings).supervise()
         ended = attempts[0]
         if not ended.dead:
             if code != 0:

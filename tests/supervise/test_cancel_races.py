@@ -16,16 +16,16 @@ import pytest
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.jobs import Holder, record_job
-from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import ControllerAway
 from slurm_train.slurm.records import JobState
-from slurm_train.supervise import scheduler as scheduler_module
+from slurm_train.supervise import job as job_module
 from slurm_train.supervise.actions import Decision
 from slurm_train.supervise.continuation import continued_job, is_cancelled
-from slurm_train.supervise.scheduler import Scheduler, requeue_job
+from slurm_train.supervise.job import Job, requeue_job
 from slurm_train.supervise.supervisor import Supervisor
 from tests.fakes.slurm_commands import job_state
+from tests.support.steps import FunctionStep
 
 JOB = "7"
 
@@ -121,28 +121,24 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(scheduler_module, "wait_until_requeued", lambda _: None)
+    monkeypatch.setattr(job_module, "wait_until_requeued", lambda _: None)
     yield
 
 
-class Job(Scheduler):
+class OwnJob(Job):
     """The supervisor's job, at a controller."""
 
-    can_relaunch = True
-
     def __init__(self, run: RunDirectory, controller: Controller, job_id: str = JOB) -> None:
-        super().__init__(Start(job_id=job_id, restart_count=0, nodes=("node1",), world_size=2), {})
+        super().__init__({})
+        self.job_id = job_id
         self.holder = Holder(job_id=job_id, host="node1", pid=1, started="1")
         self._run, self._controller = run, controller
 
-    def show_job(self) -> dict[str, str]:
+    def show(self) -> dict[str, str]:
         return self._controller.show_job()
 
     def past_ends(self, job_id: str) -> list[str]:
         return self._controller.ended_states(job_id)
-
-    def clear(self, attempt: int) -> bool:
-        return False
 
     def requeue(self, decision: Decision) -> bool:
         commands: Any = self._controller
@@ -158,12 +154,21 @@ class Job(Scheduler):
         return "8"
 
 
+class Ranks(FunctionStep):
+    """Ranks whose step does not end."""
+
+    can_relaunch = True
+
+    def clear(self, attempt: int) -> bool:
+        return False
+
+
 def end_an_attempt(folder: Path, controller: Controller, code: int) -> None:
     """Runs the supervisor as the batch script does, from the end of the ranks on."""
     run = RunDirectory(folder)
     run.path.mkdir(parents=True)
     record_job(run, JOB)
-    Supervisor(run, Job(run, controller), RequeueSection()).supervise(lambda _attempt: code)
+    Supervisor(run, OwnJob(run, controller), Ranks(lambda _attempt: code, job_id=JOB), RequeueSection()).supervise()
     controller.is_ending = False
     if controller.base == "RUNNING":
         controller.base = "FAILED"
@@ -216,6 +221,6 @@ def test_a_job_that_comes_after_cancel_does_not_begin(tmp_path: Path) -> None:
     run.path.mkdir()
     run.stop_file.touch()
     started: list[int] = []
-    supervisor = Supervisor(run, Job(run, controller, "8"), RequeueSection())
-    assert supervisor.supervise(lambda attempt: started.append(attempt) or 0) == 1
+    ranks = Ranks(lambda attempt: started.append(attempt) or 0, job_id="8")
+    assert Supervisor(run, OwnJob(run, controller, "8"), ranks, RequeueSection()).supervise() == 1
     assert started == []

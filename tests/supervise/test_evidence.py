@@ -28,7 +28,8 @@ from slurm_train.slurm.records import TaskEnd
 from slurm_train.supervise.best_effort import BestEffort
 from slurm_train.supervise.decision import advice_on, exit_code_of, failed_on, fails_alike, nodes_to_avoid
 from slurm_train.supervise.evidence import Traces, cause_of
-from slurm_train.supervise.scheduler import Scheduler
+from slurm_train.supervise.job import Job
+from slurm_train.supervise.step import Step
 
 MARK = FailureMark(
     rank=3, host="node2", exit_code=1, message="ValueError: no such layer", place="model.py:41 in forward"
@@ -268,12 +269,14 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def read(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Traces]:
-    """Reads what attempt 1 has left; facts of the scheduler may be given."""
+    """Reads what attempt 1 has left; facts of the step may be given."""
 
     def read(*, exit_code: int = 1, **facts: Any) -> Traces:
-        scheduler = Scheduler(Start(nodes=("node1",), world_size=2, job_id="7"), {})
+        job = Job({})
+        job.job_id = "7"
+        step = Step(Start(nodes=("node1",), world_size=2, job_id="7"))
         for name, value in facts.items():
-            monkeypatch.setattr(scheduler, name, value)
+            monkeypatch.setattr(step, name, value)
         monkeypatch.setattr("time.time", lambda: 9.0)
         opening = Round(world_size=2, first_step=0, start_unix_s=3.0)
         return Traces.read(
@@ -281,7 +284,8 @@ def read(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tr
             1,
             opening,
             exit_code,
-            scheduler=scheduler,
+            job=job,
+            step=step,
             best_effort=BestEffort(),
             last_committed=None,
             is_own_code=False,
@@ -325,7 +329,7 @@ def test_a_crash_is_told_with_its_place_in_the_program(
         log.flush()
         subprocess.run([sys.executable, run.path / "train.py", thread], stderr=log, check=False)
     end = TaskEnd((3,), "node2", "Segmentation fault")
-    assert str(cause_of(read(violent_end=end))) == f"rank 3 on node2: Segmentation fault{place}"
+    assert str(cause_of(read(violent_end=lambda _: end))) == f"rank 3 on node2: Segmentation fault{place}"
 
 
 def test_an_abort_is_told_with_what_was_thrown(read: Callable[..., Traces], run: RunDirectory) -> None:
@@ -333,7 +337,7 @@ def test_an_abort_is_told_with_what_was_thrown(read: Callable[..., Traces], run:
     run.rank_log(1, 3).write_text(
         f"terminate called after throwing an instance of 'E'\n  what():  {thrown}\nframe #0\n"
     )
-    cause = cause_of(read(violent_end=TaskEnd((3,), "node2", "Aborted (core dumped)")))
+    cause = cause_of(read(violent_end=lambda _: TaskEnd((3,), "node2", "Aborted (core dumped)")))
     assert str(cause) == f"rank 3 on node2: Aborted (core dumped): {thrown}"
     assert cause is not None and cause.blames_node, "its words alone would be those of one that has lost another"
 

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
-from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.events import FailureMark, leave_mark, read_events
 from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import CheckpointName, RunDirectory
 from slurm_train.rundir.timing import Spent
 from slurm_train.slurm.allocation import Allocation
+from slurm_train.slurm.refusals import TestVerdict
 from slurm_train.supervise import job_judges
-from slurm_train.supervise.job_judges import GrowthWatch, LostNodes, StepsInTheWay
+from slurm_train.supervise.growth import Growth
+from slurm_train.supervise.job import SlurmJob
+from slurm_train.supervise.job_judges import GrowthWatch, LostNodes, Room, StepsInTheWay, room_for
 from slurm_train.supervise.nodes import NodePool
-from slurm_train.supervise.scheduler import Room, SlurmJob
+from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.supervise.looks import Eyes
 from tests.support.ledgers import close_attempt
 
+RUNNING = {"JobState": "RUNNING", "Restarts": "0"}
 NODES = ("node1", "node2", "node3")
 
 
@@ -32,45 +38,44 @@ def allocation(*nodes: str) -> Allocation:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmJob:
-    """A job whose second node does not answer."""
     run = RunDirectory(tmp_path)
     run.attempt_logs(0).mkdir(parents=True)
-    monkeypatch.setattr(job_judges, "silent_nodes", lambda _run, nodes, _env: [nodes[1]])
     monkeypatch.setattr(LostNodes, "_FAILED_S", 600.0)
     monkeypatch.setattr(LostNodes, "_SILENT_S", 600.0)
-    pool = replace(NodePool.whole(allocation(*NODES, "node4")), sizes=(3,), outlives_nodes=True)
-    return SlurmJob(run, allocation(*NODES, "node4"), {}, pool=pool, retry_s=0.0)
+    return SlurmJob(run, allocation(*NODES), {}, retry_s=0.0)
 
 
 def test_nodes_are_asked_when_ranks_have_failed_and_srun_waits(
     job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDirectory(tmp_path)
-    judge, eyes = LostNodes(run, job, {}), Eyes(run)
+    asked: list[bool] = []
+    judge, eyes = LostNodes(lambda: asked.append(True)), Eyes(run)
     eyes.ask(judge)
     leave_mark(run, 0, FailureMark(rank=0, host="node1", exit_code=1, message="Connection reset by peer"))
     eyes.ask(judge)
-    assert job.lost == set(), "srun ends by itself as a rule"
+    assert not asked, "srun ends by itself as a rule"
     monkeypatch.setattr(LostNodes, "_FAILED_S", 0.0)
     eyes.ask(judge)
-    assert job.lost == {"node2"}
+    assert asked == [True]
 
 
 def test_nodes_are_asked_when_the_heartbeats_of_one_stop(
     job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDirectory(tmp_path)
-    judge, eyes = LostNodes(run, job, {}), Eyes(run)
+    asked: list[bool] = []
+    judge, eyes = LostNodes(lambda: asked.append(True)), Eyes(run)
     heart = Heartbeat()
     heart.start(run, 0, rank=2, host="node2", limits=None, local_rank=0)
     eyes.ask(judge)
-    assert job.lost == set()
+    assert not asked
     heart.stop()
     eyes.ask(judge)
-    assert job.lost == set()
+    assert not asked
     monkeypatch.setattr(LostNodes, "_SILENT_S", 0.0)
     eyes.ask(judge)
-    assert job.lost == {"node2"}
+    assert asked == [True]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,8 @@ def test_a_step_that_slurm_keeps_is_found_when_the_ranks_cannot_begin(
     ended: list[str] = []
     monkeypatch.setattr(job.commands, "steps", lambda _job_id: steps)
     monkeypatch.setattr(job.commands, "cancel_step", ended.append)
-    judge, eyes = StepsInTheWay(2, job), Eyes(job._run)
+    earlier = {"attempt_0", "attempt_1"}
+    judge, eyes = StepsInTheWay(job, "attempt_2", earlier=earlier), Eyes(job._run)
     for number in range(1, 5):
         eyes.ask(judge, time.monotonic() + 11 * number)
     assert judge.stuck_steps == ("7.0" if is_blocked else "")
@@ -95,6 +101,65 @@ def test_a_step_that_slurm_keeps_is_found_when_the_ranks_cannot_begin(
 
 
 # --- more nodes ---
+
+
+def growing_job(tmp_path: Path, **fields: str) -> tuple[Callable[..., Room], FakeSlurmCommands]:
+    """Returns the question of job 7 of a run of 2 to 8 nodes, which has five; two others are free now."""
+    nodes = tuple(f"node{number}" for number in range(1, 6))
+    pool = replace(NodePool.whole(allocation(*nodes)), sizes=tuple(range(2, 9)))
+    job = SlurmJob(RunDirectory(tmp_path), allocation(*nodes), {}, retry_s=0.0)
+    commands = FakeSlurmCommands(fields={"7": {**RUNNING, "Requeue": "1", "NodeList": "node[1-5]", **fields}})
+    commands.verdict = TestVerdict(is_accepted=True, start=str(int(time.time())), nodelist="node[6-7]")
+    job.commands = commands  # type: ignore[assignment]
+
+    def room(*left_out: str) -> Room:
+        return room_for(RunDirectory(tmp_path), job, pool, left_out=left_out)
+
+    return room, commands
+
+
+def test_only_the_missing_nodes_are_asked_for_since_slurm_counts_the_jobs_own_as_taken(tmp_path: Path) -> None:
+    room, commands = growing_job(tmp_path, ExcNodeList="node9")
+    assert room() == Room(nodes=7)
+    assert commands.test_flags == ("--nodes=1-3", "--exclude=node[1-5],node9")
+    # One was lost, and Slurm has taken it from the job: it is a free node as any other once it is back.
+    commands.fields["7"]["NodeList"] = "node[1-4]"
+    assert room("node5") == Room(nodes=6) and commands.test_flags[0] == "--nodes=1-4"
+
+
+def test_a_bad_node_of_the_job_is_not_counted_and_not_had_again(tmp_path: Path) -> None:
+    room, commands = growing_job(tmp_path)
+    assert room("node2") == Room(nodes=6, exclude=("node2",))
+    assert commands.test_flags == ("--nodes=1-4", "--exclude=node[1-5]")
+
+
+@pytest.mark.parametrize(
+    ("fields", "verdict", "waiting", "why"),
+    [
+        pytest.param({"Requeue": "0"}, {}, {}, "may not be requeued", id="no requeue"),
+        pytest.param({"ReqNodeList": "node[1-8]"}, {}, {}, "names its nodes", id="its nodes are named"),
+        pytest.param({}, {"start": "later"}, {}, "no other node is free", id="not now"),
+        pytest.param({}, {"start": ""}, {}, "no other node is free", id="no estimate"),
+        pytest.param({}, {"preempts": True}, {}, "no other node is free", id="others would lose theirs"),
+        pytest.param({}, {}, {"reason": "Resources"}, "job 8 waits", id="another job waits"),
+        pytest.param({}, {}, {"reason": "BeginTime", "start": "soon"}, "job 8 waits", id="a requeued job waits"),
+        pytest.param({}, {}, {"reason": "BeginTime", "start": "later"}, "", id="one that begins tomorrow"),
+        pytest.param({}, {}, {"reason": "Dependency"}, "", id="one that waits for something else"),
+        pytest.param({}, {}, {"reason": "Resources", "partition": "other"}, "", id="in another partition"),
+    ],
+)
+def test_what_keeps_a_job_from_more_nodes(
+    fields: dict[str, str], verdict: dict[str, Any], waiting: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    times = {"soon": str(int(time.time()) + 100), "later": str(int(time.time()) + 86400)}
+    room, commands = growing_job(tmp_path, **fields)
+    commands.verdict = replace(commands.verdict, **{name: times.get(value, value) for name, value in verdict.items()})
+    if waiting:
+        waiting = {name: times.get(value, value) for name, value in waiting.items()}
+        commands.jobs["8"] = job_state("8", "PENDING", **{"partition": "main", **waiting})
+    found = room()
+    assert (found.nodes, bool(found.limit_reason)) == ((5, True) if why else (7, False))
+    assert why in found.limit_reason
 
 
 class Clock:
@@ -128,21 +193,30 @@ class Shrunk:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run = RunDirectory(folder)
         nodes = allocation(*NODES)
-        pool = replace(NodePool.whole(nodes), sizes=(2, 3, 4), ranks_per_node=(2,) * 4, outlives_nodes=True)
-        self.job = SlurmJob(self.run, nodes, {}, pool=pool, retry_s=0.0)
+        self.pool = replace(NodePool.whole(nodes), sizes=(2, 3, 4), ranks_per_node=(2,) * 4, outlives_nodes=True)
+        self.job = SlurmJob(self.run, nodes, {}, retry_s=0.0)
+        self.start = Start(job_id="7", restart_count=0, nodes=NODES, world_size=6)
         self.room = Room(nodes=4)
-        self.asked: list[int] = []
+        self.asked: list[Growth] = []
         self.questions = 0
-        open_attempt(self.run, self.job.start)
+        open_attempt(self.run, self.start)
         spent = Spent(begin_unix_s=time.time(), steps=100, step_s=200.0, longest_save_s=1.0, rendezvous_s=4.0)
         spent.write(self.run.account(0))
         self.run.plan.write_text(json.dumps({"max_steps": 100_000}))
-        monkeypatch.setattr(self.job, "room", self._room)
+        monkeypatch.setattr(job_judges, "room_for", self._room)
         monkeypatch.setattr(self.job, "requeue_delay_s", lambda: 120.0)
         monkeypatch.setattr(self.job, "may_be_preempted", lambda: True)
-        monkeypatch.setattr(self.job, "ask_ranks", self.asked.append)
 
-    def _room(self) -> Room:
+    def watch(self, attempt: int = 0, *, every_min: int | Literal["auto"] = 10) -> GrowthWatch:
+        return GrowthWatch(
+            *(self.run, attempt, self.job, self.pool),
+            nodes=3,
+            left_out=(),
+            stop=self.asked.append,
+            every_min=every_min,
+        )
+
+    def _room(self, *_: object, **__: object) -> Room:
         self.questions += 1
         return self.room
 
@@ -160,7 +234,7 @@ def shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shrunk:
 
 def test_a_run_asks_for_more_nodes_at_a_save_and_not_more_often_than_it_should(shrunk: Shrunk, clock: Clock) -> None:
     shrunk.room = Room(nodes=3, limit_reason="no other node is free")
-    watch = GrowthWatch(shrunk.run, 0, shrunk.job, every_min=10)
+    watch = shrunk.watch()
     shrunk.save(4)
     clock.ask(watch)
     clock.now_s += 601
@@ -169,7 +243,7 @@ def test_a_run_asks_for_more_nodes_at_a_save_and_not_more_often_than_it_should(s
     assert shrunk.questions == 0, "the newest save is an old one"
     shrunk.save(8)
     clock.ask(watch)
-    assert shrunk.questions == 1 and shrunk.job.growth is None
+    assert shrunk.questions == 1 and not shrunk.asked
     shrunk.save(12)
     clock.now_s += 300
     clock.ask(watch)
@@ -179,8 +253,8 @@ def test_a_run_asks_for_more_nodes_at_a_save_and_not_more_often_than_it_should(s
     clock.ask(watch)
     shrunk.save(16)
     clock.ask(watch)
-    growth = shrunk.job.growth
-    assert growth is not None and shrunk.asked == [0] and (growth.nodes, growth.exclude) == (4, ("node9",))
+    (growth,) = shrunk.asked
+    assert (growth.nodes, growth.exclude) == (4, ("node9",))
     # 120 s of Slurm, 30 s in the queue, 4 s to meet, a save.
     assert "a step takes 1.5 s (estimated) instead of 2 s" in growth.sentence and "2 min 35 s" in growth.sentence
     assert [text.split(":")[0] for text in shrunk.events()] == ["it does not grow", "it grows"]
@@ -191,17 +265,17 @@ def test_a_run_asks_for_more_nodes_at_a_save_and_not_more_often_than_it_should(s
 
 def test_a_run_that_is_nearly_done_does_not_grow_and_says_why(shrunk: Shrunk, clock: Clock) -> None:
     shrunk.run.plan.write_text(json.dumps({"max_steps": 120}))
-    watch = GrowthWatch(shrunk.run, 0, shrunk.job, every_min=10)
+    watch = shrunk.watch()
     clock.now_s += 601
     clock.ask(watch)
     shrunk.save(8)
     clock.ask(watch)
-    assert shrunk.asked == [] and shrunk.job.growth is None
+    assert shrunk.asked == []
     assert "it does not grow: 4 nodes instead of 3" in shrunk.events()[0]
 
 
 def test_by_default_a_run_that_may_be_preempted_does_not_grow(shrunk: Shrunk, clock: Clock) -> None:
-    watch = GrowthWatch(shrunk.run, 0, shrunk.job, every_min="auto")
+    watch = shrunk.watch(every_min="auto")
     clock.now_s += 1801
     for step in (4, 8, 12):
         shrunk.save(step)
@@ -212,8 +286,8 @@ def test_by_default_a_run_that_may_be_preempted_does_not_grow(shrunk: Shrunk, cl
 
 def test_a_failed_growth_is_remembered_by_the_next_attempt(shrunk: Shrunk, clock: Clock) -> None:
     close_attempt(shrunk.run, 0, {"reason": "growth", "action": "requeue", "grow_to": 4, "pays_after_s": 600.0})
-    open_attempt(shrunk.run, replace(shrunk.job.start, restart_count=1))
-    watch = GrowthWatch(shrunk.run, 1, shrunk.job, every_min=10)
+    open_attempt(shrunk.run, replace(shrunk.start, restart_count=1))
+    watch = shrunk.watch(1)
     clock.ask(watch)
     clock.now_s += 1180
     clock.ask(watch)
@@ -221,19 +295,3 @@ def test_a_failed_growth_is_remembered_by_the_next_attempt(shrunk: Shrunk, clock
     clock.now_s += 20
     clock.ask(watch)
     assert watch._last_seen_step is not None
-
-
-def test_a_refused_question_is_asked_again_and_nothing_is_said_of_a_growth(
-    shrunk: Shrunk, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_attempt: int) -> None:
-        raise ClusterError("no answer")
-
-    monkeypatch.setattr(shrunk.job, "ask_ranks", refuse)
-    watch = GrowthWatch(shrunk.run, 0, shrunk.job, every_min=10)
-    clock.now_s += 601
-    clock.ask(watch)
-    shrunk.save(8)
-    with pytest.raises(ClusterError):
-        clock.ask(watch)
-    assert shrunk.job.growth is None, "ranks that fail now have failed by themselves"

@@ -24,8 +24,9 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise import notify as module
 from slurm_train.supervise.actions import Decision
 from slurm_train.supervise.best_effort import BestEffort
+from slurm_train.supervise.job import Job
 from slurm_train.supervise.notify import Notifier
-from slurm_train.supervise.scheduler import Scheduler
+from slurm_train.supervise.step import Step
 from slurm_train.supervise.supervisor import Supervisor
 from tests.support.command_line import Person, new_project
 from tests.support.ledgers import close_attempt
@@ -212,7 +213,8 @@ def test_nobody_is_told_of_a_run_that_was_stopped_or_comes_back_for_the_first_ti
     def ends(action: str, reason: str, *, is_hung: bool = False) -> None:
         supervisor = Supervisor(
             run,
-            Scheduler(Start(job_id=None, restart_count=0, nodes=("here",), world_size=1), {}),
+            Job({}),
+            Step(Start(job_id=None, restart_count=0, nodes=("here",), world_size=1)),
             RequeueSection(notify_after=2),
             notify=Recorder(run, ["true"], env={}, say=told.append),  # type: ignore[arg-type]
         )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.config.schema import RequeueSection
+from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.jobs import ask_to_stop, left_jobs, record_job
 from slurm_train.rundir.ledger import Action, Reason, Start, read_ledger
@@ -12,9 +12,11 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.status.run_status import read_files
 from slurm_train.supervise.actions import Decision
+from slurm_train.supervise.job import SlurmJob
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.pack import PackedJob, return_of
-from slurm_train.supervise.scheduler import SlurmJob
+from slurm_train.supervise.requeue import carry_out
+from slurm_train.supervise.srun import SrunStep
 from slurm_train.supervise.supervisor import Supervisor
 from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.support.ledgers import close_attempt, ledger_lines
@@ -31,9 +33,13 @@ class Pack:
         )
 
     def job(self, kind: type[SlurmJob] = PackedJob) -> SlurmJob:
-        job = kind(self.run, self.allocation, {}, pool=NodePool.whole(self.allocation), retry_s=0.0)
+        job = kind(self.run, self.allocation, {}, retry_s=0.0)
         job.commands = self.commands
         return job
+
+    def step(self) -> SrunStep:
+        pool = NodePool.whole(self.allocation)
+        return SrunStep(self.run, RunConfig(), self.job(), pool=pool, command=["srun"], env={})
 
     def ends(self, **facts: object) -> None:
         start = Start(job_id="7_1", restart_count=self.allocation.restart_count, nodes=("node1",), world_size=1)
@@ -42,13 +48,12 @@ class Pack:
 
 def test_a_supervisor_in_a_pack_does_not_requeue_the_job(tmp_path: Path) -> None:
     pack = Pack(tmp_path)
-    supervisor = Supervisor(pack.run, pack.job(), RequeueSection())
-    assert supervisor.come_back(Decision(Reason.PREEMPTED, Action.REQUEUE, "preempted")) == 75
+    assert carry_out(pack.run, pack.job(), Decision(Reason.PREEMPTED, Action.REQUEUE, "preempted")) == 75
     assert pack.commands.requeued == []
 
 
 def test_the_steps_of_the_runs_of_a_pack_have_different_names(tmp_path: Path) -> None:
-    names = {Pack(tmp_path / run_id).job().step_name(0) for run_id in ("3f9a", "77b1")}
+    names = {Pack(tmp_path / run_id).step().step_name(0) for run_id in ("3f9a", "77b1")}
     assert names == {"attempt_0.3f9a", "attempt_0.77b1"}
 
 
@@ -92,8 +97,9 @@ def test_a_run_that_has_stopped_for_good_does_not_start_again_with_its_pack(tmp_
     pack.ends(action="stop", reason="failed")
     later = Pack(tmp_path, restart_count=1)
     assert later.job().has_left()
-    supervisor = Supervisor(later.run, later.job(), RequeueSection())
-    assert supervisor.supervise(lambda _attempt: pytest.fail("it was started")) == 1
+    # It would fail if it were started: there is no srun.
+    assert Supervisor(later.run, later.job(), later.step(), RequeueSection()).supervise() == 1
+    assert len(read_ledger(later.run)) == 1
     # Another job is another matter: a person has resumed the run.
     record_job(pack.run, "8")
     assert left_jobs(pack.run, ["7_1"], read_ledger(pack.run)) == {"7_1"}

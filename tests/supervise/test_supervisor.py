@@ -25,10 +25,12 @@ from slurm_train.rundir.timing import ProgramProgress, last_step
 from slurm_train.slurm.queue_view import Look
 from slurm_train.slurm.records import TaskEnd
 from slurm_train.status.run_status import RunState, read_files, status_of
-from slurm_train.supervise import scheduler as module
+from slurm_train.supervise import job as module
 from slurm_train.supervise.actions import Decision
+from slurm_train.supervise.job import Job
 from slurm_train.supervise.notify import Notifier
-from slurm_train.supervise.scheduler import Scheduler
+from slurm_train.supervise.requeue import requeue_after_error
+from slurm_train.supervise.step import Step
 from slurm_train.supervise.supervisor import Supervisor, close_lost, ignore_stop_signals, on_stop
 from tests.support.ledgers import close_attempt, ledger_lines
 
@@ -45,16 +47,51 @@ def start(job_id: str | None = "7", restart_count: int = 0) -> Start:
     return Start(job_id=job_id, restart_count=restart_count, nodes=("node1",), world_size=8)
 
 
-class World(Scheduler):
-    """A run and the scheduler around it; what happened is kept in `events`, in order."""
+class Ranks(Step):
+    """The ranks of a world, which says what becomes of them."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(start())
+        self._world = world
+
+    def run(self, attempt: int) -> int:
+        return self._world.launch(attempt)
+
+    def violent_end(self, attempt: int) -> TaskEnd | None:
+        return self._world.killed
+
+    def num_oom_kills(self) -> int:
+        return self._world.oom_kills
+
+    def can_avoid(self, nodes: Sequence[str]) -> bool:
+        return self._world.has_spare_nodes
+
+    def lost_nodes(self, job: Mapping[str, str] | None) -> Sequence[str]:
+        return self._world.lost
+
+    def nodes_without(self, nodes: Sequence[str]) -> Sequence[str]:
+        return self._world.others if nodes else ()
+
+    def use(self, nodes: Sequence[str], *, without: Sequence[str]) -> None:
+        self._world.events.append(f"use {','.join(nodes)} without {','.join(without)}")
+        self._world.lost = ()
+
+    def clear(self, attempt: int) -> bool:
+        return self._world.clears
+
+
+class World(Job):
+    """A run and its job; what happened is kept in `events`, in order."""
 
     def __init__(self, run: RunDirectory) -> None:
-        super().__init__(start(), {})
-        self.run, self.holder = run, ME
+        super().__init__({})
+        self.run, self.holder, self.job_id = run, ME, "7"
+        self.step = Ranks(self)
         self.jobs: list[dict[str, str] | None] = [dict(RUNNING)]
         """The job's record; where there are several, each look takes one away."""
-        self.requeue_works, self.lives, self.clears, self.can_relaunch = True, True, True, False
+        self.requeue_works, self.lives, self.clears = True, True, True
         self.new_job, self.ends = "", tuple[str, ...]()
+        self.killed: TaskEnd | None = None
         self.lost, self.others = tuple[str, ...](), tuple[str, ...]()
         self.oom_kills, self.has_spare_nodes = 0, True
         self.committed: int | None = None
@@ -64,40 +101,23 @@ class World(Scheduler):
         self.holder_at_requeue: Holder | None = ME
 
     def restarted(self, count: int) -> None:
-        self.start = start(restart_count=count)
+        self.step.start = start(restart_count=count)
+        self.restart_count = count
 
     def supervisor(self, *, enabled: bool = True, is_own_code: bool = False) -> Supervisor:
         committed_step = None if self.committed is None else lambda: int(str(self.committed))
         settings = RequeueSection(enabled=enabled)
-        return Supervisor(self.run, self, settings, committed_step=committed_step, is_own_code=is_own_code)
+        return Supervisor(self.run, self, self.step, settings, committed_step=committed_step, is_own_code=is_own_code)
 
     def supervise(self, launch: Callable[[int], int], **words: bool) -> int:
-        return self.supervisor(**words).supervise(launch)
+        self.launch = launch
+        return self.supervisor(**words).supervise()
 
     def is_alive(self, holder: Holder) -> bool:
         return self.lives
 
-    def show_job(self) -> dict[str, str] | None:
+    def show(self) -> dict[str, str] | None:
         return self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
-
-    def num_oom_kills(self) -> int:
-        return self.oom_kills
-
-    def can_avoid(self, nodes: Sequence[str]) -> bool:
-        return self.has_spare_nodes
-
-    def lost_nodes(self, job: Mapping[str, str] | None) -> Sequence[str]:
-        return self.lost
-
-    def nodes_without(self, nodes: Sequence[str]) -> Sequence[str]:
-        return self.others if nodes else ()
-
-    def use(self, nodes: Sequence[str], *, without: Sequence[str]) -> None:
-        self.events.append(f"use {','.join(nodes)} without {','.join(without)}")
-        self.lost = ()
-
-    def clear(self, attempt: int) -> bool:
-        return self.clears
 
     def past_ends(self, job_id: str) -> Sequence[str]:
         return self.ends
@@ -158,7 +178,7 @@ def newest(world: World) -> dict[str, Any]:
 
 
 OUTCOMES: dict[str, tuple[dict[str, Any], int, int, list[str], str]] = {
-    # what the scheduler answers, the ranks' code, the exit code of all, what was done, the reason on record
+    # what Slurm answers, the ranks' code, the exit code of all, what was done, the reason on record
     "preempted": ({"jobs": [PREEMPTED]}, 75, 75, ["requeue", "wait"], "preempted"),
     "not confirmed": ({"jobs": [PREEMPTED], "requeue_works": False}, 75, 1, ["requeue", "resubmit"], "preempted"),
     "another takes over": (
@@ -199,7 +219,7 @@ def test_how_an_attempt_ends_and_what_is_done(
 ) -> None:
     answers, code, expected, events, reason = case
     for name, value in answers.items():
-        setattr(world, name, list(value) if name == "jobs" else value)
+        setattr(world.step if name == "can_relaunch" else world, name, list(value) if name == "jobs" else value)
     assert world.supervise(world.ranks(code, steps=1)) == expected
     assert world.events == ["launch 0", *events]
     assert (newest(world)["reason"], newest(world)["last_step"]) == (reason, 1)
@@ -225,8 +245,8 @@ def test_the_ledger_and_the_person_are_told_what_became_of_a_requeue(
     def notify(event: str, *, note: str, **_: Any) -> None:
         told.append((event, note))
 
-    supervisor = Supervisor(world.run, world, RequeueSection(), notify=cast("Notifier", notify))
-    supervisor.supervise(world.ranks(75, steps=1))
+    world.launch = world.ranks(75, steps=1)
+    Supervisor(world.run, world, world.step, RequeueSection(), notify=cast("Notifier", notify)).supervise()
     entry = newest(world)
     assert (entry["reason"], entry["action"], entry["last_step"]) == ("preempted", "requeue", 1)
     assert entry.get("outcome") == (outcome and NOT_REQUEUED) and words in entry["note"]
@@ -290,7 +310,7 @@ def test_failures_are_started_again_here_until_three_bring_no_step(world: World)
     for job, code, steps in ((RUNNING, 75, 0), (PREEMPTED, 75, 0), (RUNNING, 1, 0), (RUNNING, 1, 0), (RUNNING, 1, 1)):
         world.jobs = [job]
         world.supervise(world.ranks(code, steps=steps))
-    world.jobs, world.can_relaunch, world.events = [RUNNING], True, []
+    world.jobs, world.step.can_relaunch, world.events = [RUNNING], True, []
     assert world.supervise(world.ranks(137)) == 137
     assert world.events == ["launch 5", "launch 6", "launch 7"]
     assert [entry["action"] for entry in ledger_lines(world.run)][-3:] == ["relaunch", "relaunch", "stop"]
@@ -298,7 +318,7 @@ def test_failures_are_started_again_here_until_three_bring_no_step(world: World)
 
 def test_the_first_rank_to_fail_is_named_and_its_code_counts(world: World) -> None:
     mark = FailureMark(rank=3, host="node2", exit_code=2, message="no such layer")
-    world.can_relaunch = True
+    world.step.can_relaunch = True
     world.supervise(world.ranks(143, leaves=lambda attempt: leave_mark(world.run, attempt, mark)))
     assert world.events == ["launch 0"], "wrong use is not tried again"
     assert newest(world)["note"] == "rank 3 on node2: no such layer"
@@ -364,7 +384,7 @@ def test_ranks_that_were_several_programs_are_named_where_the_run_has_finished(w
 
 
 def test_a_node_that_fails_twice_in_a_row_is_left_out(world: World) -> None:
-    world.can_relaunch = True
+    world.step.can_relaunch = True
     assert world.supervise(world.failing(1, message="ECC error")) == 75
     assert world.events == ["launch 0", "launch 1", "requeue without node2", "wait"]
     assert [entry["failed_on"] for entry in ledger_lines(world.run)] == ["node2", "node2"]
@@ -374,13 +394,13 @@ def test_ranks_that_are_started_again_here_have_not_waited_in_the_queue(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world, "queue_s", lambda: 30.0)
-    world.can_relaunch = True
+    world.step.can_relaunch = True
     world.supervise(world.failing(1, message="ECC error"))
     assert [entry["queue_s"] for entry in ledger_lines(world.run)] == [30.0, 0.0]
 
 
 def test_a_node_that_the_job_cannot_do_without_is_tried_again(world: World) -> None:
-    world.can_relaunch, world.has_spare_nodes = True, False
+    world.step.can_relaunch, world.has_spare_nodes = True, False
     assert world.supervise(world.failing(1, message="ECC error")) == 1
     assert world.events == ["launch 0", "launch 1", "launch 2"]
 
@@ -512,7 +532,7 @@ def test_what_the_preflight_finds(finding: dict[str, Any], is_own_code: bool, ev
         "todo": "todo",
         "blames_node": True,
     } | finding
-    world.can_relaunch = True
+    world.step.can_relaunch = True
     world.supervise(
         world.ranks(1, leaves=lambda attempt: write_preflight(world.run, attempt, {"findings": [facts]})),
         is_own_code=is_own_code,
@@ -525,7 +545,7 @@ def time_limits(world: World, number: int, **ranks: bool) -> list[int]:
     codes = []
     for _ in range(number):
         codes.append(world.supervise(world.ranks(75, steps=1, **ranks)))
-        world.restarted(world.start.restart_count + 1)
+        world.restarted(world.step.start.restart_count + 1)
     return codes
 
 
@@ -619,12 +639,12 @@ def test_a_start_that_cannot_write_comes_back_later_each_time(world: World) -> N
     codes = []
     for count in range(11):
         world.restarted(count)
-        codes.append(world.supervisor().come_back_later(FULL))
+        codes.append(requeue_after_error(world.run, world, FULL))
     assert codes == [75] * 10 + [1]
     assert world.delays_s == [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600, 3600]
     for lasting in (FileNotFoundError("no srun"), OSError(errno.EINVAL, "Invalid argument")):
         with pytest.raises(type(lasting)):  # does not pass by itself
-            world.supervisor().come_back_later(lasting)
+            requeue_after_error(world.run, world, lasting)
 
 
 def test_what_becomes_of_a_start_without_an_attempt_is_not_written_into_another(world: World) -> None:
@@ -632,7 +652,7 @@ def test_what_becomes_of_a_start_without_an_attempt_is_not_written_into_another(
     ledger = ledger_lines(world.run)
     world.restarted(1)
     world.requeue_works, world.new_job = False, "9"
-    assert world.supervisor().come_back_later(FULL) == 75
+    assert requeue_after_error(world.run, world, FULL) == 75
     assert world.events[-1] == "resubmit" and ledger_lines(world.run) == ledger
 
 
@@ -641,7 +661,7 @@ def test_a_launch_that_finds_the_disk_full_is_on_record_and_uses_no_budget_of_fa
         world.restarted(count)
         with pytest.raises(OSError, match="No space left"):
             world.supervise(raises(FULL))
-        assert world.supervisor().come_back_later(FULL) == 75
+        assert requeue_after_error(world.run, world, FULL) == 75
     assert {(entry["reason"], entry["action"]) for entry in ledger_lines(world.run)} == {("file_system", "requeue")}
     assert world.delays_s == [60, 120, 240, 480]
     world.restarted(4)
@@ -665,7 +685,7 @@ def test_a_run_that_was_cancelled_does_not_wait_for_room(world: World) -> None:
 def test_a_run_that_comes_back_to_too_little_room_is_put_off(restart_count: int, code: int, world: World) -> None:
     launch = without_room(world)
     world.restarted(restart_count)
-    world.can_relaunch = True
+    world.step.can_relaunch = True
     assert world.supervise(launch) == code
     assert world.delays_s == ([60] if restart_count else [])
     assert newest(world)["reason"] == ("file_system" if restart_count else "failed")
@@ -692,7 +712,7 @@ FIT = "OutOfMemoryError: CUDA out of memory. Tried to allocate {} MiB"
 def test_the_same_exception_twice_is_not_tried_a_third_time(
     marks: Sequence[tuple[str, str]], commits: bool, num_launches: int, world: World
 ) -> None:
-    world.committed, world.can_relaunch = 0, True
+    world.committed, world.step.can_relaunch = 0, True
 
     def launch(attempt: int) -> int:
         if attempt == len(marks):
@@ -712,7 +732,7 @@ def test_the_same_exception_twice_is_not_tried_a_third_time(
 
 
 def test_a_person_may_try_the_same_again(world: World) -> None:
-    world.committed, world.can_relaunch = 0, True
+    world.committed, world.step.can_relaunch = 0, True
 
     for total in (2, 4):
         world.supervise(world.failing(1, message=SAME[0], place=SAME[1]))
@@ -739,7 +759,7 @@ def test_a_person_may_try_the_same_again(world: World) -> None:
     ],
 )
 def test_an_end_for_want_of_memory_is_called_so(end: TaskEnd | None, oom_kills: int, note: str, world: World) -> None:
-    world.violent_end = end
+    world.killed = end
 
     def launch(attempt: int) -> int:
         world.oom_kills += oom_kills

@@ -1,54 +1,37 @@
-"""The supervisor's questions and requests to what starts its job: Slurm, or this machine, which has no jobs.
+"""The job of a supervisor: its questions and requests to Slurm about it. A run on this machine has no job.
 
 A restart of slurmctld must not end a run: while slurmctld does not answer, the question is repeated for some minutes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
-from slurm_train.errors import EXIT_ORPHANED, ClusterError
-from slurm_train.request.batch_script import STEP_NAME
-from slurm_train.rundir.attempts import first_round
-from slurm_train.rundir.cause import NO_STEP, Cause
-from slurm_train.rundir.events import first_mark
-from slurm_train.rundir.heartbeat import Beat
+from slurm_train.errors import ClusterError
 from slurm_train.rundir.jobs import Holder, this_process
-from slurm_train.rundir.ledger import Action, Reason, Start, read_ledger
+from slurm_train.rundir.ledger import Action, Reason, read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice
-from slurm_train.slurm.allocation import Allocation, cluster_of, compact_nodelist, het_job_ids, parse_nodelist
+from slurm_train.slurm.allocation import Allocation, cluster_of, het_job_ids
 from slurm_train.slurm.commands import ControllerAway, SlurmCommands
 from slurm_train.slurm.policy import read_preemption, requeue_delay_s, returning_codes
 from slurm_train.slurm.records import (
     JobState,
-    TaskEnd,
     end_and_limit,
-    nodes_in,
-    own_words,
     queue_seconds,
     restarts_of,
-    task_ends,
     unix_s,
-    violent_end,
     waits_for_nodes,
 )
 from slurm_train.slurm.site import Site, preemption_in
 from slurm_train.status.activity import holder_lives, newest_job
 from slurm_train.supervise.actions import Decision, is_over_its_limit
 from slurm_train.supervise.best_effort import say
-from slurm_train.supervise.continuation import can_avoid, exclude_nodes, is_cancelled, submit_continuation
-from slurm_train.supervise.growth import Growth
-from slurm_train.supervise.nodes import NodePool
-from slurm_train.supervise.ranks import end_step
+from slurm_train.supervise.continuation import exclude_nodes, is_cancelled, submit_continuation
 
 T = TypeVar("T")
 
@@ -56,55 +39,37 @@ _RETRY_S = 120.0
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 10.0
 _CONFIRM_LOOKS = 5
-_KERNEL_COUNTS = Path("/proc/vmstat")
-_SOON_S = 60.0
-"""A start within this time counts as now: clocks differ, and Slurm's scheduler runs at intervals."""
 _WAITS_FOR_ITS_TIME_S = 600.0
 """A job whose begin time is this near counts as waiting; that of a requeued job is two minutes ahead by default."""
 _WRITTEN_AFTER_S = 7.0
 """slurmctld writes changes into its state files within 5 s; before that, a crash loses them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """How many nodes a job would have if it were requeued now."""
-
-    nodes: int
-    """Its own nodes that are not bad, and free nodes; at most as many as the run can use."""
-    exclude: tuple[str, ...] = ()
-    """Nodes of the job that were found bad."""
-    limit_reason: str = ""
-    """Why it would not get more nodes; "" where there is no reason."""
-
-
-class Scheduler:
-    """This machine, which has no jobs: nothing is requeued.
+class Job:
+    """No job: the ranks run on this machine, and nothing is requeued.
 
     Args:
-        start: what an attempt is opened with: job, restart, nodes and ranks.
         env: environment for Slurm's commands, which are needed since a job may hold the run.
+        allocation: what Slurm has given to this process; None outside of jobs.
     """
 
     continues: str | None = None
     """The job that this one continues."""
-    can_relaunch = False
-    """Whether failed ranks are started again here automatically."""
-    growth: Growth | None = None
-    """Set if the ranks were asked to stop for more nodes: the reason."""
-    violent_end: TaskEnd | None = None
-    """How a rank of this machine was killed."""
-    task_ends: Sequence[TaskEnd] = ()
-    """How ranks of this machine had ended when the first of them had failed."""
     refusals: Sequence[str] = ()
     """Why the job could not be requeued, and no other one be submitted."""
     is_shared = False
     """Whether other runs have supervisors of their own in the same job."""
 
-    def __init__(self, start: Start, env: Mapping[str, str]) -> None:
-        self.start = start
+    def __init__(self, env: Mapping[str, str], allocation: Allocation | None = None) -> None:
+        self.job_id = None if allocation is None else allocation.requeue_id
+        self.restart_count = 0 if allocation is None else allocation.restart_count
         self.commands = SlurmCommands(env)
-        cluster = "" if start.job_id is None else cluster_of(env)
-        self.holder = this_process(job_id=start.job_id, cluster=cluster)
+        self.holder = this_process(job_id=self.job_id, cluster="" if allocation is None else cluster_of(env))
+
+    @property
+    def job_start(self) -> tuple[str | None, int]:
+        """This start of the job, as attempts name theirs."""
+        return (self.job_id, self.restart_count)
 
     def is_alive(self, holder: Holder) -> bool:
         """Returns whether another holder of the run's lock still lives."""
@@ -118,64 +83,13 @@ class Scheduler:
         """Returns the highest job number of this user that Slurm knows, None where it does not answer."""
         return None
 
-    def show_job(self) -> dict[str, str] | None:
+    def show(self) -> dict[str, str] | None:
         """Returns this job's record, None where there is none or Slurm does not answer."""
         return None
 
     def past_ends(self, _job_id: str) -> Sequence[str]:
         """Returns the states in which the earlier starts of a job ended, oldest first; empty if unknown."""
         return ()
-
-    def explain(self, attempt: int) -> Cause | None:
-        """Returns how a signal ended ranks of an attempt, or something its whole step; None for neither."""
-        end = self._violent_end(attempt)
-        return None if end is None else Cause.of(end.words, ranks=end.tasks, node=end.node)
-
-    def _violent_end(self, _attempt: int) -> TaskEnd | None:
-        return self.violent_end
-
-    def ends(self, _attempt: int) -> Sequence[TaskEnd]:
-        """Returns how the ranks ended that did not end with 0, in order; empty where that is not known."""
-        return self.task_ends
-
-    def tasks(self, _attempt: int) -> Sequence[TaskEnd]:
-        """Returns how the tasks of the step ended that did not end with 0, whether they are ranks or not."""
-        return ()
-
-    def own_words(self, _attempt: int) -> str:
-        """Returns why what starts the ranks has ended of itself; "" where that is not so, or nothing is known."""
-        return ""
-
-    def num_oom_kills(self) -> int:
-        """Returns how many processes of this machine the kernel has ended for lack of memory since it booted."""
-        with contextlib.suppress(OSError):
-            match = re.search(r"^oom_kill (\d+)$", _KERNEL_COUNTS.read_text(encoding="ascii"), re.MULTILINE)
-            if match:
-                return int(match[1])
-        return 0
-
-    def can_avoid(self, _nodes: Sequence[str]) -> bool:
-        """Returns whether there are enough nodes for this job without these."""
-        return False
-
-    def lost_nodes(self, _job: Mapping[str, str] | None) -> Sequence[str]:
-        """Returns which nodes of the ranks are lost; only where Slurm leaves the job its other nodes.
-
-        Args:
-            _job: this job's record, None where Slurm does not answer.
-        """
-        return ()
-
-    def nodes_without(self, _nodes: Sequence[str]) -> Sequence[str]:
-        """Returns the nodes that the next attempt in this job can use without these; empty if too few are left."""
-        return ()
-
-    def use(self, _nodes: Sequence[str], *, without: Sequence[str]) -> None:
-        """Sets the nodes of the next attempt; no later attempt of this job uses those in `without`."""
-
-    def clear(self, _attempt: int) -> bool:
-        """Ends what is left of an attempt's ranks; returns whether its nodes are free again."""
-        return True
 
     def requeue(self, _decision: Decision) -> bool:
         """Requeues this job; returns whether Slurm confirmed it."""
@@ -194,20 +108,19 @@ class Scheduler:
         return ""
 
 
-class SlurmJob(Scheduler):
+class SlurmJob(Job):
     """The Slurm job that this process runs in.
 
     Args:
         run: the run.
         allocation: the job's.
         env: the job's environment.
-        pool: its nodes, among which each attempt chooses.
         retry_s: seconds to retry while Slurm does not answer.
         continues: the job that this one continues.
         before_requeue: called before a requeue, since Slurm ends this process by it.
     """
 
-    can_relaunch = True
+    job_id: str
 
     def __init__(
         self,
@@ -215,31 +128,14 @@ class SlurmJob(Scheduler):
         allocation: Allocation,
         env: Mapping[str, str],
         *,
-        pool: NodePool,
         retry_s: float,
         continues: str | None = None,
         before_requeue: Callable[[], None] = lambda: None,
     ) -> None:
-        self.job_id = allocation.requeue_id
-        # An allocation that is too small is used as it is; srun then reports what is missing.
-        nodes = pool.choose() or pool.nodes
-        super().__init__(
-            Start(
-                job_id=self.job_id,
-                restart_count=allocation.restart_count,
-                nodes=nodes,
-                world_size=pool.num_ranks(len(nodes)),
-            ),
-            env,
-        )
+        super().__init__(env, allocation)
         # Steps and nodes of a heterogeneous job are known by the ids of all its components.
         self.job_ids = het_job_ids(env) or (self.job_id,)
         self.continues = continues
-        self.pool = pool
-        self._left_out = set[str]()
-        """Nodes that were lost, or found bad, in earlier attempts of this start of the job."""
-        self.lost: set[str] = set()
-        """Nodes of the ranks that no longer answer."""
         self._run = run
         self._env = env
         self._retry_s = retry_s
@@ -256,7 +152,7 @@ class SlurmJob(Scheduler):
         """Asks Slurm."""
         return newest_job(self.commands)
 
-    def show_job(self) -> dict[str, str] | None:
+    def show(self) -> dict[str, str] | None:
         """Asks Slurm; retries while it does not answer."""
         ask = partial(self.commands.show_job, self.job_id)
         problem = f"Slurm does not give the record of job {self.job_id}"
@@ -266,80 +162,6 @@ class SlurmJob(Scheduler):
         """Asks accounting."""
         return _answer(lambda: self.commands.ended_states(job_id), ())
 
-    def _violent_end(self, attempt: int) -> TaskEnd | None:
-        return violent_end(self._srun_text(attempt))
-
-    def ends(self, attempt: int) -> Sequence[TaskEnd]:
-        """Reads what srun wrote, where each task is a rank and has its number."""
-        if len(self.job_ids) > 1 or self.pool.tasks_per_node != self.pool.ranks_per_node:
-            return ()
-        return self.tasks(attempt)
-
-    def tasks(self, attempt: int) -> Sequence[TaskEnd]:
-        """Reads what srun wrote."""
-        return task_ends(self._srun_text(attempt))
-
-    def own_words(self, attempt: int) -> str:
-        """Reads what srun wrote."""
-        return own_words(self._srun_text(attempt))
-
-    def _srun_text(self, attempt: int) -> str:
-        log = self._run.attempt_logs(first_round(self._run, attempt)) / "batch.log"
-        return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-
-    def can_avoid(self, nodes: Sequence[str]) -> bool:
-        """Asks Slurm about the job's partition."""
-        return can_avoid(nodes, self.job_id, self.commands, num_nodes=self.pool.fewest)
-
-    def lost_nodes(self, job: Mapping[str, str] | None) -> Sequence[str]:
-        """Returns the nodes that do not answer, or that Slurm has taken from the job."""
-        if not self.pool.outlives_nodes:
-            return ()
-        present = set(self._present(job)) - self.lost
-        return [node for node in self.start.nodes if node not in present]
-
-    def _present(self, job: Mapping[str, str] | None) -> Sequence[str]:
-        return (nodes_in(job, "NodeList") if job is not None else []) or self.pool.nodes
-
-    def nodes_without(self, nodes: Sequence[str]) -> Sequence[str]:
-        """Chooses among the nodes that Slurm has not taken from the job; a silent node is noticed when it is used."""
-        if not nodes or not self.pool.outlives_nodes:
-            return ()
-        taken = set(self.pool.nodes).difference(self._present(self.show_job()))
-        return self.pool.choose(without={*nodes, *self._left_out, *taken})
-
-    def use(self, nodes: Sequence[str], *, without: Sequence[str]) -> None:
-        """Changes what the next attempt is opened with."""
-        self._left_out |= set(without)
-        self.start = replace(self.start, nodes=tuple(nodes), world_size=self.pool.num_ranks(len(nodes)))
-
-    def step_name(self, attempt: int) -> str:
-        """Returns the name of an attempt's step, by which the step is identified."""
-        return STEP_NAME.format(attempt=attempt)
-
-    def clear(self, attempt: int) -> bool:
-        """Ends the attempt's steps."""
-        cause = self.explain(attempt)
-        if cause is not None and cause.kind == NO_STEP and self._has_begun_before(attempt):
-            # Slurm's record of the job's resources is wrong after a kill of slurmctld, until the job ends (22.05).
-            return False
-        if self.lost:
-            # The step exists until Slurm declares the node down; on the other nodes its ranks are killed at once.
-            for step, step_name in self.commands.steps(self.job_id).items():
-                if step_name == self.step_name(attempt):
-                    self.commands.cancel_step(step, kill=True)
-            return True
-        mark = first_mark(self._run, attempt)
-        # After a kill of slurmstepd no process of Slurm can end its step (22.05: the step exists until the job ends).
-        within_s = 10.0 if mark is not None and mark.exit_code == EXIT_ORPHANED else 60.0
-        name = self.step_name(first_round(self._run, attempt))
-        return all(end_step(job_id, name, self.commands, within_s=within_s) for job_id in self.job_ids)
-
-    def _has_begun_before(self, attempt: int) -> bool:
-        """Returns whether ranks of an earlier attempt were started by this start of the job."""
-        earlier = [opened for opened in read_ledger(self._run) if opened.number < attempt]
-        return any(opened.start.job_start == self.start.job_start for opened in earlier)
-
     def requeue(self, decision: Decision) -> bool:
         """Requeues the job, and delays it or excludes nodes as decided."""
         self._before_requeue()
@@ -347,7 +169,7 @@ class SlurmJob(Scheduler):
             requeue_job,
             self.job_id,
             self.commands,
-            restart_count=self.start.restart_count,
+            restart_count=self.restart_count,
             is_over=decision.is_over,
             limit_s=self._retry_s,
         )
@@ -377,7 +199,7 @@ class SlurmJob(Scheduler):
         """
         unknown: dict[str, str] = {}
         job = _answer(lambda: self.commands.show_job(self.job_id), unknown)
-        if job.get("JobState") != "RUNNING" or restarts_of(job) != self.start.restart_count:
+        if job.get("JobState") != "RUNNING" or restarts_of(job) != self.restart_count:
             return code
         if job.get("ExpeditedRequeue") == "Yes":
             problem = f"Slurm may hold job {self.job_id} as REQUEUE_HOLD: `scancel {self.job_id}` ends it"
@@ -407,7 +229,7 @@ class SlurmJob(Scheduler):
     def has_left(self) -> bool:
         """Reads the ledger; where Slurm had not said why the ranks were to stop, the decision to stop was none."""
         of_job = [attempt for attempt in read_ledger(self._run) if attempt.start.job_id == self.job_id]
-        if not of_job or of_job[-1].start.restart_count >= self.start.restart_count:
+        if not of_job or of_job[-1].start.restart_count >= self.restart_count:
             return False
         return of_job[-1].action is Action.STOP and of_job[-1].reason is not Reason.UNKNOWN
 
@@ -418,39 +240,7 @@ class SlurmJob(Scheduler):
         ask = partial(is_cancelled, self.continues, self.commands)
         return _answer(lambda: ask_with_retries(ask), False)
 
-    def room(self) -> Room:
-        """Asks Slurm how many nodes the job would have if it were requeued now.
-
-        `sbatch --test-only` counts the nodes of running jobs as taken, also those of this job. So it is asked only for
-        the missing nodes, with the job's own nodes excluded. Between the requeue and its start the job's own nodes are
-        free for anybody: where another job waits for nodes of the same partitions, there is no room.
-
-        Raises:
-            ClusterError: Slurm does not answer.
-        """
-        job = self.commands.show_job(self.job_id)
-        present = list(self._present(job))
-        bad = tuple(node for node in present if node in self._left_out)
-        num_healthy = len(present) - len(bad)
-        num_missing = self.pool.sizes[-1] - num_healthy
-        if num_missing <= 0:
-            return Room(nodes=self.pool.sizes[-1], exclude=bad)
-        if job.get("Requeue") == "0" or nodes_in(job, "ReqNodeList"):
-            return Room(nodes=num_healthy, limit_reason="the job may not be requeued, or names its nodes")
-        waiting = self._waiting_for(present)
-        if waiting:
-            return Room(nodes=num_healthy, limit_reason=f"job {waiting[0]} waits for nodes of the same partition")
-        excluded = compact_nodelist([*present, *nodes_in(job, "ExcNodeList")])
-        flags = (f"--nodes=1-{num_missing}", f"--exclude={excluded}")
-        verdict = self.commands.test_only(self._run.submit_script, *flags)
-        start_unix_s = unix_s(verdict.start)
-        is_now = start_unix_s is not None and start_unix_s <= time.time() + _SOON_S
-        if not is_now or verdict.preempts:
-            return Room(nodes=num_healthy, limit_reason="no other node is free")
-        num_free = len(parse_nodelist(verdict.nodelist))
-        return Room(nodes=num_healthy + min(num_free, num_missing), exclude=bad)
-
-    def _waiting_for(self, nodes: Sequence[str]) -> list[str]:
+    def waiting_for(self, nodes: Sequence[str]) -> list[str]:
         """Returns the jobs that would take these nodes if they were free."""
         partitions = self.commands.partitions_of(nodes)
         return [
@@ -477,17 +267,6 @@ class SlurmJob(Scheduler):
         """
         return requeue_delay_s(self.commands.show_config())
 
-    def ask_ranks(self, attempt: int) -> None:
-        """Asks the ranks of an attempt to save and stop, as the warning before the time limit does.
-
-        Raises:
-            ClusterError: Slurm refused, or does not answer.
-        """
-        name = self.step_name(attempt)
-        for step, step_name in self.commands.steps(self.job_id).items():
-            if step_name == name:
-                self.commands.ask_step(step, name="USR2")
-
     def is_halted(self) -> bool:
         """Returns whether the processes of the job's steps are stopped by Slurm, as `scancel --signal=STOP` does.
 
@@ -495,22 +274,6 @@ class SlurmJob(Scheduler):
         """
         commands = SlurmCommands(self._env, timeout_s=5.0)
         return _answer(lambda: commands.show_job(self.job_id).get("JobState", ""), "") in ("STOPPED", "SUSPENDED")
-
-    def end_ranks(self, beats: Mapping[int, Beat]) -> None:
-        """Kills the steps of the ranks.
-
-        Raises:
-            ClusterError: Slurm refused, or does not answer.
-        """
-        for step_id in {beat.step_id for beat in beats.values()} - {""}:
-            job_id, _, step = step_id.partition(".")
-            self.commands.cancel_step(step_id, kill=True)
-            if job_id not in self.job_ids:
-                continue
-            # The step has the same number in each component.
-            for component_id in self.job_ids:
-                if component_id != job_id:
-                    self.commands.cancel_step(f"{component_id}.{step}", kill=True)
 
     def notice(self) -> Notice:
         """Returns when the job ends, and how the site ends jobs; the latter is asked once, since it does not change.
