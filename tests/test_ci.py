@@ -82,8 +82,22 @@ def test_every_part_runs_and_the_last_lines_have_the_verdict_of_each(tmp_path: P
     assert verdicts[0].endswith("3 passed")
 
 
-def test_the_pages_that_are_made_from_the_schema_are_as_it_is() -> None:
-    checked = subprocess.run(
-        [sys.executable, CI / "write_configuration_page.py", "--check"], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("page", ["configuration_page", "module_list"])
+def test_what_is_made_from_docstrings_is_as_they_are(page: str) -> None:
+    words = [sys.executable, CI / f"write_{page}.py", "--check"]
+    checked = subprocess.run(words, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_a_module_that_is_not_listed_is_noticed(tmp_path: Path) -> None:
+    """The list of a package of three files, of which one is added."""
+    spec = importlib.util.spec_from_file_location("module_list", CI / "write_module_list.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.PACKAGE = tmp_path
+    write(tmp_path, {"__init__.py": '"""All."""', "room/__init__.py": '"""A room."""', "room/a.py": '"""One | two."""'})
+    page = module.render("# Design\n\n## All modules\nold")
+    assert "| `room/` | A room. |\n| `room/a` | One \\| two. |" in page and "old" not in page
+    write(tmp_path, {"room/b.py": '"""What it does,\nand more. And more."""'})
+    assert module.render(page) != page
