@@ -29,6 +29,8 @@ CASES: list[tuple[Callable[[Any], str], Any, str]] = [
     (formatting.exit_code, 255, "255"),
     (formatting.share, 0.0001, "< 0.1 %"),
     (formatting.share, 0.94, "94 %"),
+    (formatting.ranges, [5, 0, 2, 1, 9, 10, 5], "0-2,5,9-10"),
+    (formatting.ranges, [], ""),
     (formatting.shorten, "abcdefg", "a, b, c, d, e, and 2 more"),
 ]
 

@@ -17,7 +17,7 @@ from slurm_train.formatting import ranges
 
 # The rows of these names decide more than their columns say: which log is read for it, whether a node was lost.
 NODE_FAILURE = "node_failure"
-NO_STEP = "no_step"
+NOT_CREATED = "not_created"
 WARNED = "warned"
 KILLED = "killed"
 CRASH = "crash"
@@ -56,7 +56,7 @@ class Kind:
 
 KINDS: tuple[Kind, ...] = (
     Kind(NODE_FAILURE, "^node failure on "),
-    Kind(NO_STEP, "^Unable to create step"),
+    Kind(NOT_CREATED, "^Unable to create step"),
     # The end of a rank that does not handle the warning before the time limit: a script as it is.
     Kind(WARNED, "User defined signal 2"),
     Kind(KILLED, "^Killed$"),

@@ -528,6 +528,27 @@ def own_words(text: str) -> str:
     return f"srun: {'; '.join(dict.fromkeys([lines[0], lines[-1]]))}" if lines else ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnd:
+    """How a step ended, as far as what started its tasks has told it."""
+
+    violent: TaskEnd | None = None
+    """The first task that a signal ended, or why the whole step did; None for neither."""
+    tasks: tuple[TaskEnd, ...] = ()
+    """Those that did not end with 0, in the order in which it was told."""
+    are_ranks: bool = True
+    """Whether each task is the rank of its number, which a launcher of torchrun is not."""
+    own_words: str = ""
+    """Why srun has ended of itself; "" where that is not so, or nothing is known."""
+
+
+def step_end(text: str, *, are_ranks: bool) -> StepEnd:
+    """Returns how a step ended by what srun and the supervisor have written about it."""
+    return StepEnd(
+        violent=violent_end(text), tasks=tuple(task_ends(text)), are_ranks=are_ranks, own_words=own_words(text)
+    )
+
+
 # --- why a job waits or has ended ---
 
 # Slurm has some two hundred one-word codes. Those of limits are put together from a few words (QOSMaxGRESPerUser), and

@@ -18,7 +18,7 @@ from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE
 from slurm_train.formatting import exit_code
 from slurm_train.rundir.attempts import Round, first_round
-from slurm_train.rundir.cause import CHILD_CRASH, CRASH, EXIT, KILLED, NO_STEP, Cause
+from slurm_train.rundir.cause import CHILD_CRASH, CRASH, EXIT, KILLED, NOT_CREATED, Cause
 from slurm_train.rundir.events import (
     FailureMark,
     Finding,
@@ -38,7 +38,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_account, step_of_attempt
 from slurm_train.slurm.job_variables import is_job_variable
 from slurm_train.slurm.limits import Limits, read_limits
-from slurm_train.slurm.records import TaskEnd
+from slurm_train.slurm.records import StepEnd, TaskEnd
 from slurm_train.status.failure import crash_in, crash_of_child_in, last_words
 from slurm_train.supervise.actions import slurm_reason
 from slurm_train.supervise.best_effort import BestEffort
@@ -112,14 +112,8 @@ class Traces:
     """`scontrol show job` as a mapping; None without Slurm or where Slurm does not answer."""
     restart_count: int = 0
     """Restarts of the job when the attempt began."""
-    violent_end: Cause | None = None
-    """How a signal ended ranks, or something the whole step; None for neither."""
-    ends: Sequence[TaskEnd] = ()
-    """How single ranks ended, in the order in which it was told; without those that ended with 0."""
-    tasks: Sequence[TaskEnd] = ()
-    """How single tasks ended, likewise, where they are no ranks."""
-    own_words: str = ""
-    """Why srun ended of itself; "" where that is not known."""
+    step: StepEnd = field(default_factory=StepEnd)
+    """How the ranks, or the tasks of srun, ended by what started them."""
     num_ranks: int = 0
     lost_nodes: tuple[str, ...] = ()
     """Nodes that Slurm reports as lost, or that do not answer, of a job that keeps its other nodes."""
@@ -208,10 +202,7 @@ class Traces:
             is_slurm=job.job_id is not None,
             job=record,
             restart_count=job.restart_count,
-            violent_end=best_effort("the output of srun", lambda: step.explain(attempt), None),
-            ends=best_effort("the output of srun", lambda: tuple(step.ends(attempt)), ()),
-            tasks=best_effort("the output of srun", lambda: tuple(step.tasks(attempt)), ()),
-            own_words=best_effort("the output of srun", lambda: step.own_words(attempt), ""),
+            step=best_effort("the output of srun", lambda: step.ended(attempt), StepEnd()),
             num_ranks=step.start.world_size,
             lost_nodes=tuple(step.lost_nodes(record)),
             had_oom_kill=had_oom_kill,
@@ -254,9 +245,20 @@ class Traces:
         return Attempt(self.number, self.start, self.end)
 
     @property
+    def violent_end(self) -> Cause | None:
+        """How a signal ended ranks, or something the whole step; None for neither."""
+        end = self.step.violent
+        return None if end is None else Cause.of(end.words, ranks=end.tasks, node=end.node)
+
+    @property
+    def ends(self) -> Sequence[TaskEnd]:
+        """How single ranks ended that did not end with 0, in the order in which it was told."""
+        return self.step.tasks if self.step.are_ranks else ()
+
+    @property
     def had_begun(self) -> bool:
         """Whether the ranks were started: the preflight let them, and Slurm created their step."""
-        was_refused = self.violent_end is not None and self.violent_end.kind == NO_STEP
+        was_refused = self.violent_end is not None and self.violent_end.kind == NOT_CREATED
         return not (self.has_failed and errors_of(self.findings)) and not was_refused
 
     @property
@@ -446,9 +448,9 @@ def _of_starter(traces: Traces) -> Cause | None:
     A launcher of torchrun may fail before it has started any rank, and those of a heterogeneous step have other numbers
     than the ranks.
     """
-    if traces.own_words:
-        return Cause.of(traces.own_words)
-    for end in traces.tasks:
+    if traces.step.own_words:
+        return Cause.of(traces.step.own_words)
+    for end in traces.step.tasks:
         if end.exit_code is not None:
             task = end.tasks[0]
             code = exit_code(end.exit_code)

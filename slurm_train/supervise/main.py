@@ -26,7 +26,7 @@ from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import scrubbed
-from slurm_train.slurm.records import TaskEnd
+from slurm_train.slurm.records import StepEnd
 from slurm_train.slurm.share import PACK, Share
 from slurm_train.status.activity import clear_dead_pins
 from slurm_train.supervise.best_effort import BestEffort, say
@@ -187,11 +187,8 @@ class _LocalStep(Step):
         with watch.running(), on_stop(ranks.interrupt):
             return ranks.wait(beside=watch.check)
 
-    def violent_end(self, _attempt: int) -> TaskEnd | None:
-        return self._ranks.violent_end
-
-    def ends(self, _attempt: int) -> Sequence[TaskEnd]:
-        return self._ranks.ends
+    def ended(self, _attempt: int) -> StepEnd:
+        return self._ranks.ended
 
 
 # --- both ---

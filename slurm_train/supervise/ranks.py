@@ -22,7 +22,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,7 +37,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import compact_nodelist, het_job_ids, parse_nodelist
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
 from slurm_train.slurm.job_variables import helper_environment, node_name
-from slurm_train.slurm.records import NO_STEP, TaskEnd
+from slurm_train.slurm.records import NO_STEP, StepEnd, TaskEnd
 from slurm_train.supervise.best_effort import say
 
 # --- does every node see the run ---
@@ -481,10 +481,8 @@ class LocalRanks:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     kill_after_s: float = _KILL_AFTER_S
     """How long the other ranks may take to end by themselves after a rank has failed."""
-    violent_end: TaskEnd | None = None
-    """The first rank to fail, if a signal killed it; its peers fail by its loss."""
-    ends: list[TaskEnd] = field(default_factory=list)
-    """How the ranks ended that did not end with 0 before the first of them failed."""
+    ended: StepEnd = field(default_factory=StepEnd)
+    """How ranks had ended when the first of them failed, and that one, if a signal killed it: its peers lose it."""
 
     def interrupt(self) -> None:
         """Asks every rank to save and stop, as Slurm does before a time limit."""
@@ -535,15 +533,16 @@ class LocalRanks:
             # One that came to its end too early may end after those that have lost it.
             self._await_others(within_s=_LAST_ENDS_S)
         later = [failure for failure in self._failures() if failure not in first]
-        self.ends = [TaskEnd((rank,), host, _words_of(code)) for rank, code in (*first, *later)]
+        ends = [TaskEnd((rank,), host, _words_of(code)) for rank, code in (*first, *later)]
         codes = [process.returncode for process in self.processes]
         going_on = tuple(rank for rank, code in enumerate(codes) if code in (None, EXIT_REQUEUE))
         if going_on:
-            self.ends.append(TaskEnd(going_on, host, "Terminated"))
+            ends.append(TaskEnd(going_on, host, "Terminated"))
+        self.ended = StepEnd(tasks=tuple(ends))
         if killed is None:
             return first[0][1]
         rank, code = killed
-        self.violent_end = TaskEnd((rank,), host, _words_of(code))
+        self.ended = replace(self.ended, violent=TaskEnd((rank,), host, _words_of(code)))
         return code
 
     def _failures(self) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from slurm_train.distributed.master import chosen_address, probe_port
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, NodesError, SilentNodesError
 from slurm_train.request.batch_script import STEP_NAME
 from slurm_train.rundir.attempts import first_round
-from slurm_train.rundir.cause import NO_STEP
+from slurm_train.rundir.cause import NOT_CREATED, Cause
 from slurm_train.rundir.events import (
     BAD_NODES_PARTS,
     Finding,
@@ -42,7 +42,7 @@ from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.slurm.allocation import Allocation, cluster_of, compact_nodelist, fewest_cpus, het_job_ids
 from slurm_train.slurm.flags import resource_flags
 from slurm_train.slurm.job_variables import with_gpus_for
-from slurm_train.slurm.records import TaskEnd, own_words, task_ends, violent_end
+from slurm_train.slurm.records import NO_STEP, StepEnd, step_end
 from slurm_train.slurm.share import Share
 from slurm_train.supervise.best_effort import BestEffort, say
 from slurm_train.supervise.continuation import can_avoid
@@ -460,27 +460,12 @@ class SrunStep(Step):
                 for node in forgive_nodes(run, record.get("nodes", ()), now_unix_s=now_unix_s, cluster=cluster):
                     say(f"{node} passed; removed from the bad nodes")
 
-    def violent_end(self, attempt: int) -> TaskEnd | None:
+    def ended(self, attempt: int) -> StepEnd:
         """Reads what srun wrote."""
-        return violent_end(self._srun_text(attempt))
-
-    def ends(self, attempt: int) -> Sequence[TaskEnd]:
-        """Reads what srun wrote, where each task is a rank and has its number."""
-        if len(self.job.job_ids) > 1 or self.pool.tasks_per_node != self.pool.ranks_per_node:
-            return ()
-        return self.tasks(attempt)
-
-    def tasks(self, attempt: int) -> Sequence[TaskEnd]:
-        """Reads what srun wrote."""
-        return task_ends(self._srun_text(attempt))
-
-    def own_words(self, attempt: int) -> str:
-        """Reads what srun wrote."""
-        return own_words(self._srun_text(attempt))
-
-    def _srun_text(self, attempt: int) -> str:
         log = self._run.attempt_logs(first_round(self._run, attempt)) / "batch.log"
-        return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        are_ranks = len(self.job.job_ids) == 1 and self.pool.tasks_per_node == self.pool.ranks_per_node
+        return step_end(text, are_ranks=are_ranks)
 
     def can_avoid(self, nodes: Sequence[str]) -> bool:
         """Asks Slurm about the job's partition."""
@@ -512,8 +497,8 @@ class SrunStep(Step):
 
     def clear(self, attempt: int) -> bool:
         """Ends the attempt's steps."""
-        cause = self.explain(attempt)
-        if cause is not None and cause.kind == NO_STEP and self._has_begun_before(attempt):
+        violent = self.ended(attempt).violent
+        if violent is not None and Cause.of(violent.words).kind == NOT_CREATED and self._has_begun_before(attempt):
             # Slurm's record of the job's resources is wrong after a kill of slurmctld, until the job ends (22.05).
             return False
         if self.lost:

@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slurm_train.rundir.cause import Cause
 from slurm_train.rundir.ledger import Start
-from slurm_train.slurm.records import TaskEnd
+from slurm_train.slurm.records import StepEnd
 from slurm_train.supervise.growth import Growth
 
 _KERNEL_COUNTS = Path("/proc/vmstat")
@@ -38,26 +37,9 @@ class Step:
         """
         raise NotImplementedError
 
-    def explain(self, attempt: int) -> Cause | None:
-        """Returns how a signal ended ranks of an attempt, or something its whole step; None for neither."""
-        end = self.violent_end(attempt)
-        return None if end is None else Cause.of(end.words, ranks=end.tasks, node=end.node)
-
-    def violent_end(self, _attempt: int) -> TaskEnd | None:
-        """Returns the first rank, or the step, that a signal ended."""
-        return None
-
-    def ends(self, _attempt: int) -> Sequence[TaskEnd]:
-        """Returns how the ranks ended that did not end with 0, in order; empty where that is not known."""
-        return ()
-
-    def tasks(self, _attempt: int) -> Sequence[TaskEnd]:
-        """Returns how the tasks of the step ended that did not end with 0, whether they are ranks or not."""
-        return ()
-
-    def own_words(self, _attempt: int) -> str:
-        """Returns why what starts the ranks has ended of itself; "" where that is not so, or nothing is known."""
-        return ""
+    def ended(self, _attempt: int) -> StepEnd:
+        """Returns how the ranks of an attempt ended, as far as what has started them tells it."""
+        return StepEnd()
 
     def num_oom_kills(self) -> int:
         """Returns how many processes of this machine the kernel has ended for lack of memory since it booted."""

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.cause import GPU_MEMORY, HANG, KILLED, KINDS, LOST_PEER, NODE_FAILURE, Cause
+from slurm_train.rundir.cause import GPU_MEMORY, HANG, KILLED, KINDS, LOST_PEER, NODE_FAILURE, NOT_CREATED, Cause
 from slurm_train.rundir.events import Finding
 from slurm_train.rundir.ledger import End, Reason, read_ledger, record_end
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.records import NO_STEP, violent_end
 
 MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate {} MiB"
 PLACE = "model.py:41 in forward"
@@ -45,6 +46,11 @@ def test_a_cause_is_a_value_and_its_sentence_is_made_of_it(
     cause: Cause, sentence: str, kind: str, blames_node: bool
 ) -> None:
     assert (str(cause), cause.kind, cause.blames_node) == (sentence, kind, blames_node)
+
+
+def test_a_step_that_was_not_made_is_known_by_the_words_of_srun_and_of_the_supervisor() -> None:
+    end = violent_end(f"srun: error: {NO_STEP} for job 7: it still has 7.0 of an earlier attempt\n")
+    assert end is not None and Cause.of(end.words).kind == NOT_CREATED
 
 
 @pytest.mark.parametrize(

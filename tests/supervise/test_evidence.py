@@ -12,7 +12,7 @@ import pytest
 from slurm_train.errors import EXIT_FAILURE
 from slurm_train.rundir import cause as cause_module
 from slurm_train.rundir.attempts import Round
-from slurm_train.rundir.cause import KINDS, Cause, Kind
+from slurm_train.rundir.cause import KINDS, Kind
 from slurm_train.rundir.events import (
     FailureMark,
     Finding,
@@ -24,7 +24,7 @@ from slurm_train.rundir.events import (
 )
 from slurm_train.rundir.ledger import Action, Attempt, End, Reason, Start
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.records import TaskEnd
+from slurm_train.slurm.records import StepEnd, TaskEnd
 from slurm_train.supervise.best_effort import BestEffort
 from slurm_train.supervise.decision import advice_on, exit_code_of, failed_on, fails_alike, nodes_to_avoid
 from slurm_train.supervise.evidence import Traces, cause_of
@@ -50,8 +50,20 @@ TRACES = Traces(
 PROGRESS = {"end": End(time_unix_s=9.0, first_step=1, last_step=9)}
 
 
-def killed(rank: int, node: str) -> Cause:
-    return Cause.of("Killed", ranks=(rank,), node=node)
+def traces_of(
+    traces: Traces = TRACES,
+    *,
+    violent: TaskEnd | None = None,
+    ends: Sequence[TaskEnd] = (),
+    own_words: str = "",
+    **facts: Any,
+) -> Traces:
+    """Returns traces with other facts."""
+    return replace(traces, step=StepEnd(violent=violent, tasks=tuple(ends), own_words=own_words), **facts)
+
+
+def killed(rank: int, node: str) -> TaskEnd:
+    return TaskEnd((rank,), node, "Killed")
 
 
 KILLED = killed(3, "node2")
@@ -67,15 +79,15 @@ ENDED_WELL = [TaskEnd((0,), "node1", "Exited with exit code 1"), TaskEnd((2, 3),
     ("facts", "cause"),
     [
         ({"marks": [MARK]}, "rank 3 on node2: ValueError: no such layer"),
-        ({"marks": [MARK], "violent_end": KILLED}, "rank 3 on node2: Killed"),
-        ({"marks": [MARK], "findings": [SICK], "violent_end": KILLED}, SICK.line),
-        ({"findings": [SLOW], "violent_end": KILLED}, "rank 3 on node2: Killed"),
-        ({"hang": {"sentence": "rank 1 waits"}, "findings": [SICK], "violent_end": KILLED}, "rank 1 waits"),
+        ({"marks": [MARK], "violent": KILLED}, "rank 3 on node2: Killed"),
+        ({"marks": [MARK], "findings": [SICK], "violent": KILLED}, SICK.line),
+        ({"findings": [SLOW], "violent": KILLED}, "rank 3 on node2: Killed"),
+        ({"hang": {"sentence": "rank 1 waits"}, "findings": [SICK], "violent": KILLED}, "rank 1 waits"),
         ({"marks": [MARK], "lost_nodes": ("node2", "node3")}, "node failure on node2,node3"),
         ({}, "None"),
-        ({"marks": [MARK], "violent_end": killed(0, "node1"), "ends": [EXITED, OUTLIVED]}, str(MARK.cause)),
-        ({"marks": [LOST], "violent_end": KILLED, "ends": [EXITED, OUTLIVED]}, str(KILLED)),
-        ({"marks": [MARK], "violent_end": KILLED, "ends": [OUTLIVED, EXITED]}, str(KILLED)),
+        ({"marks": [MARK], "violent": killed(0, "node1"), "ends": [EXITED, OUTLIVED]}, str(MARK.cause)),
+        ({"marks": [LOST], "violent": KILLED, "ends": [EXITED, OUTLIVED]}, "rank 3 on node2: Killed"),
+        ({"marks": [MARK], "violent": KILLED, "ends": [OUTLIVED, EXITED]}, "rank 3 on node2: Killed"),
         ({"marks": [LOST], "ends": [NO_PROGRAM]}, SILENT),
         ({"own_words": "srun: unrecognized option"}, "srun: unrecognized option"),
         ({"marks": [MARK], "own_words": "srun: Socket timed out"}, str(MARK.cause)),
@@ -103,7 +115,7 @@ ENDED_WELL = [TaskEnd((0,), "node1", "Exited with exit code 1"), TaskEnd((2, 3),
     ],
 )
 def test_the_cause_is_the_word_of_the_best_witness(facts: dict[str, Any], cause: str) -> None:
-    assert str(cause_of(replace(TRACES, **facts))) == cause
+    assert str(cause_of(traces_of(**facts))) == cause
 
 
 def test_a_mark_is_no_cause_where_the_ranks_ended_as_they_should() -> None:
@@ -112,14 +124,14 @@ def test_a_mark_is_no_cause_where_the_ranks_ended_as_they_should() -> None:
 
 
 @pytest.mark.parametrize(
-    ("violent_end", "had_oom_kill", "is_named"),
+    ("violent", "had_oom_kill", "is_named"),
     [(killed(0, "node1"), True, True), (None, True, True), (KILLED, True, False), (None, False, False)],
     ids=["here", "no words", "on another node", "none"],
 )
 def test_the_kernel_is_named_for_ranks_of_its_own_node(
-    violent_end: Cause | None, had_oom_kill: bool, is_named: bool
+    violent: TaskEnd | None, had_oom_kill: bool, is_named: bool
 ) -> None:
-    cause = cause_of(replace(TRACES, exit_code=137, violent_end=violent_end, had_oom_kill=had_oom_kill))
+    cause = cause_of(traces_of(exit_code=137, violent=violent, had_oom_kill=had_oom_kill))
     assert str(cause).endswith("(an oom-kill by the kernel)") is is_named
     assert (cause is not None and cause.kind == "memory") is is_named
 
@@ -158,7 +170,7 @@ def test_the_kernel_is_named_for_ranks_of_its_own_node(
     ],
 )
 def test_a_node_is_avoided_where_it_is_to_blame(facts: dict[str, Any], blamed: str, to_avoid: str) -> None:
-    traces = replace(TRACES, **facts)
+    traces = traces_of(**facts)
     cause = cause_of(traces)
     assert failed_on(traces, cause) == tuple(blamed.split())
     assert nodes_to_avoid(traces, cause) == tuple(to_avoid.split())
@@ -171,7 +183,8 @@ def test_the_same_exception_is_known_again_on_whatever_rank() -> None:
         assert not fails_alike(replace(traces, previous_marks=[mark]), cause_of(traces))
     passing = replace(traces, marks=[replace(MARK, lasting=False)])
     assert not fails_alike(passing, cause_of(passing))
-    assert not fails_alike(replace(traces, violent_end=KILLED), KILLED)
+    outlived = traces_of(traces, violent=KILLED)
+    assert not fails_alike(outlived, cause_of(outlived))
 
 
 def test_one_row_gives_a_diagnosis_its_retry_its_blame_and_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,20 +241,20 @@ LOGS = {1: "step 1\n\x1b[33mno data left\x1b[0m\r\n", 2: "step 1\ntrain: command
     ],
 )
 def test_a_rank_that_left_no_mark(marks: list[FailureMark], ends: list[TaskEnd], words: str) -> None:
-    traces = replace(TRACES, marks=marks, ends=ends, read_log=lambda rank: LOGS.get(rank, ""))
+    traces = traces_of(marks=marks, ends=ends, read_log=lambda rank: LOGS.get(rank, ""))
     assert str(cause_of(traces)) == words
 
 
 def test_a_node_that_lacks_the_program_is_no_wrong_use() -> None:
     traces = replace(TRACES, exit_code=2)
-    silent = replace(traces, ends=[NO_PROGRAM])
+    silent = traces_of(traces, ends=[NO_PROGRAM])
     assert exit_code_of(silent, cause_of(silent)) == EXIT_FAILURE
     assert exit_code_of(traces, cause_of(traces)) == 2
 
 
 def test_ranks_whose_step_slurm_did_not_create_had_not_begun() -> None:
-    no_step = Cause.of("Unable to create step for job 7: it still has 7.0 of an earlier attempt")
-    assert not replace(TRACES, violent_end=no_step).had_begun
+    no_step = TaskEnd((), "", "Unable to create step for job 7: it still has 7.0 of an earlier attempt")
+    assert not traces_of(violent=no_step).had_begun
     assert TRACES.had_begun
 
 
@@ -271,19 +284,18 @@ def run(tmp_path: Path) -> RunDirectory:
 def read(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Traces]:
     """Reads what attempt 1 has left; facts of the step may be given."""
 
-    def read(*, exit_code: int = 1, **facts: Any) -> Traces:
+    def read(**ended: Any) -> Traces:
         job = Job({})
         job.job_id = "7"
         step = Step(Start(nodes=("node1",), world_size=2, job_id="7"))
-        for name, value in facts.items():
-            monkeypatch.setattr(step, name, value)
+        monkeypatch.setattr(step, "ended", lambda _attempt: StepEnd(**ended))
         monkeypatch.setattr("time.time", lambda: 9.0)
         opening = Round(world_size=2, first_step=0, start_unix_s=3.0)
         return Traces.read(
             run,
             1,
             opening,
-            exit_code,
+            1,
             job=job,
             step=step,
             best_effort=BestEffort(),
@@ -329,7 +341,7 @@ def test_a_crash_is_told_with_its_place_in_the_program(
         log.flush()
         subprocess.run([sys.executable, run.path / "train.py", thread], stderr=log, check=False)
     end = TaskEnd((3,), "node2", "Segmentation fault")
-    assert str(cause_of(read(violent_end=lambda _: end))) == f"rank 3 on node2: Segmentation fault{place}"
+    assert str(cause_of(read(violent=end))) == f"rank 3 on node2: Segmentation fault{place}"
 
 
 def test_an_abort_is_told_with_what_was_thrown(read: Callable[..., Traces], run: RunDirectory) -> None:
@@ -337,7 +349,7 @@ def test_an_abort_is_told_with_what_was_thrown(read: Callable[..., Traces], run:
     run.rank_log(1, 3).write_text(
         f"terminate called after throwing an instance of 'E'\n  what():  {thrown}\nframe #0\n"
     )
-    cause = cause_of(read(violent_end=lambda _: TaskEnd((3,), "node2", "Aborted (core dumped)")))
+    cause = cause_of(read(violent=TaskEnd((3,), "node2", "Aborted (core dumped)")))
     assert str(cause) == f"rank 3 on node2: Aborted (core dumped): {thrown}"
     assert cause is not None and cause.blames_node, "its words alone would be those of one that has lost another"
 
@@ -390,9 +402,9 @@ def test_a_crash_of_a_process_of_its_own_is_told_with_its_place(words: str, plac
     assert str(cause_of(traces)) == f"rank 3 on node2: {words}{place}"
 
 
-@pytest.mark.parametrize("end", [KILLED, Cause.of("Aborted", ranks=(3,), node="node2")], ids=["killed", "no log"])
-def test_other_ends_are_told_as_they_are(end: Cause) -> None:
-    assert cause_of(replace(TRACES, violent_end=end)) == end
+@pytest.mark.parametrize("end", [KILLED, TaskEnd((3,), "node2", "Aborted")], ids=["killed", "no log"])
+def test_other_ends_are_told_as_they_are(end: TaskEnd) -> None:
+    assert str(cause_of(traces_of(violent=end))) == f"rank 3 on node2: {end.words}"
 
 
 def test_a_task_that_is_no_rank_is_quoted(read: Callable[..., Traces], run: RunDirectory) -> None:
@@ -401,13 +413,13 @@ def test_a_task_that_is_no_rank_is_quoted(read: Callable[..., Traces], run: RunD
     )
     ends = [TaskEnd((0,), "node1", "Terminated"), TaskEnd((1,), "node2", "Exited with exit code 1")]
 
-    def told(**by_name: Sequence[TaskEnd]) -> tuple[str, tuple[str, ...]]:
-        traces = read(**{name: lambda _attempt, found=found: found for name, found in by_name.items()})
+    def told(*ends: TaskEnd, are_ranks: bool = False) -> tuple[str, tuple[str, ...]]:
+        traces = read(tasks=ends, are_ranks=are_ranks)
         cause = cause_of(traces)
         return str(cause), failed_on(traces, cause)
 
     words = "task 1 on node2: ended with exit code 1; its last words: TimeoutError: no store"
-    assert told(tasks=ends) == (words, ())
-    assert told(tasks=ends[:1]) == told(tasks=[]) == ("None", ())
+    assert told(*ends) == (words, ())
+    assert told(*ends[:1]) == told() == ("None", ())
     # Of a step with a rank for each node the task is the rank.
-    assert told(tasks=ends[1:], ends=ends[1:])[0] == words.replace("task", "rank")
+    assert told(*ends[1:], are_ranks=True)[0] == words.replace("task", "rank")

@@ -375,18 +375,18 @@ def test_a_rank_that_was_killed_is_named_before_those_that_fail_by_its_loss(loca
             for process in started.processes:
                 process.wait()
         assert started.wait() == 137
-        assert started.violent_end == TaskEnd((1,), socket.gethostname(), "Killed")
+        assert started.ended.violent == TaskEnd((1,), socket.gethostname(), "Killed")
     started = start(local, "import os; os._exit(3)")
-    assert (started.wait(), started.violent_end) == (3, None)
+    assert (started.wait(), started.ended.violent) == (3, None)
 
 
 def test_a_rank_that_ends_well_after_one_that_has_lost_it_was_not_asked_to(local: RunDirectory) -> None:
     started = start(local, "import os, time; r = os.environ['RANK']; time.sleep(0.3 * int(r)); os._exit(r == '0')")
     assert started.wait() == 1
-    assert started.ends == [TaskEnd((0,), socket.gethostname(), "Exited with exit code 1")]
+    assert started.ended.tasks == (TaskEnd((0,), socket.gethostname(), "Exited with exit code 1"),)
     started = start(local, "import os, time; time.sleep(0.3 * (os.environ['RANK'] == '0')); os._exit(3)")
     assert started.wait() == 3
-    assert [end.tasks for end in started.ends] == [(1,), (0,)]
+    assert [end.tasks for end in started.ended.tasks] == [(1,), (0,)]
 
 
 WAITING = """

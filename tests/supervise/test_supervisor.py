@@ -23,7 +23,7 @@ from slurm_train.rundir.signs import Group, note_group
 from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import ProgramProgress, last_step
 from slurm_train.slurm.queue_view import Look
-from slurm_train.slurm.records import TaskEnd
+from slurm_train.slurm.records import StepEnd, TaskEnd
 from slurm_train.status.run_status import RunState, read_files, status_of
 from slurm_train.supervise import job as module
 from slurm_train.supervise.actions import Decision
@@ -57,8 +57,8 @@ class Ranks(Step):
     def run(self, attempt: int) -> int:
         return self._world.launch(attempt)
 
-    def violent_end(self, attempt: int) -> TaskEnd | None:
-        return self._world.killed
+    def ended(self, attempt: int) -> StepEnd:
+        return StepEnd(violent=self._world.killed)
 
     def num_oom_kills(self) -> int:
         return self._world.oom_kills
