@@ -20,6 +20,8 @@ ELSEWHERE = {
     "contributing.md": "CONTRIBUTING.md",
     "changes.md": "CHANGELOG.md",
 }
+# Who types a message wants its section first; the log of changes and the signatures name everything.
+SEARCH_BOOST = {"troubleshooting.md": 4, "changes.md": 0.1, "api.md": 0.2}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -37,6 +39,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if page.file.src_uri == "index.md":
         # Its navigation would be one entry, and would take the room of the code blocks.
         page.meta["hide"] = ["navigation"]
+    if page.file.src_uri in SEARCH_BOOST:
+        page.meta["search"] = {"boost": SEARCH_BOOST[page.file.src_uri]}
     folder = Path(ELSEWHERE.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
     return _LINK.sub(lambda match: _turned(match, folder), markdown)
 
