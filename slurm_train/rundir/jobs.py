@@ -161,7 +161,7 @@ def left_jobs(run: RunDirectory, job_ids: Iterable[str], ledger: Sequence[Attemp
     left = set[str]()
     for job_id in job_ids:
         last = next((attempt for attempt in reversed(ledger) if attempt.start.job_id == job_id), None)
-        if last is not None and last.end is not None and last.end.action in (Action.STOP, Action.FINISH):
+        if last is not None and last.action in (Action.STOP, Action.FINISH):
             left.add(job_id)
         # The next start of the job obeys the file.
         elif last is None or last.end is not None:

@@ -186,13 +186,12 @@ class Attempt:
     @property
     def waits_for_person(self) -> bool:
         """Whether nothing starts the run again after it."""
-        return self.end is not None and (self.end.action is Action.STOP or self.end.outcome == NOT_REQUEUED)
+        return self.action is Action.STOP or (self.end is not None and self.end.outcome == NOT_REQUEUED)
 
     @property
     def comes_back(self) -> bool:
         """Whether Slurm was to start the run again after it, as far as the ledger has it."""
-        is_requeued = self.end is not None and self.end.action in (Action.REQUEUE, Action.LEAVE)
-        return is_requeued and not self.waits_for_person
+        return self.action in (Action.REQUEUE, Action.LEAVE) and not self.waits_for_person
 
     def spent_s(self, *causes: str) -> float:
         """Returns the seconds that went into some causes."""
@@ -228,10 +227,10 @@ _NOT_SPENT = ("pays_after_s", "time_unix_s")
 
 
 def _end_of(line: Mapping[str, Any]) -> End:
-    seconds = {key: as_float(value) for key, value in line.items() if key.endswith("_s") and key not in _NOT_SPENT}
+    names = [key for key, value in line.items() if key.endswith("_s") and as_float(value) is not None]
+    seconds = {key: line[key] for key in names if key not in _NOT_SPENT}
     nodes = {key: list(filter(None, str(line[key]).split(","))) for key in _NODES if key in line}
-    spent = {key: value for key, value in seconds.items() if value is not None}
-    end = End(**fields_of(End, {**line, **nodes, "seconds": spent}))
+    end = End(**fields_of(End, {**line, **nodes, "seconds": seconds}))
     # Lines of earlier versions have the cause as a part of their note alone.
     if end.reason is Reason.FAILED and "cause" not in line:
         return replace(end, cause=Cause.of_note(end.note))

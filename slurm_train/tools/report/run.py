@@ -291,18 +291,12 @@ def read_attempts(run: RunDirectory, *, until_unix_s: float | None) -> list[Fact
         end_unix_s = max(start.time_unix_s, end.time_unix_s)
         shown.append(
             {
+                **asdict(end),
+                **asdict(start),
                 "attempt": attempt.number,
-                "job_id": start.job_id,
                 "nodes": compact_nodelist(start.nodes),
-                "world_size": start.world_size,
-                "time_unix_s": start.time_unix_s,
                 "end_time_unix_s": end_unix_s,
-                "first_step": end.first_step,
-                "last_step": end.last_step,
                 "reason": without_end if attempt.end is None else end.reason,
-                "exit_code": end.exit_code,
-                "action": end.action,
-                "note": end.note,
                 "seconds": _by_cause(end.seconds, held_s=end_unix_s - start.time_unix_s),
             }
         )
