@@ -116,9 +116,10 @@ def decide(
 
 def _reason(traces: Traces, cause: Cause | None, settings: RequeueSection) -> Reason:
     job = traces.job
+    is_slurm = traces.start.job_id is not None
     code = exit_code_of(traces, cause)
     kind = "" if cause is None else cause.kind
-    by_slurm = None if job is None else slurm_reason(job, traces.restart_count)
+    by_slurm = None if job is None else slurm_reason(job, traces.start.restart_count)
     if traces.stop_asked:
         # `cancel` leaves a STOP file as well.
         return Reason.CANCELLED if by_slurm is Reason.CANCELLED else Reason.STOPPED
@@ -130,13 +131,13 @@ def _reason(traces: Traces, cause: Cause | None, settings: RequeueSection) -> Re
         return Reason.NODE_FAILURE
     # Ranks may die of the signal that warns of the limit; an unmodified script does.
     was_warned = code == _KILLED_BY_WARNING or kind == WARNED
-    if was_warned and (job is not None or not traces.is_slurm):
+    if was_warned and (job is not None or not is_slurm):
         # On this machine the same signal passes Ctrl-C on.
-        return Reason.TIME_LIMIT if traces.is_slurm else Reason.STOPPED
+        return Reason.TIME_LIMIT if is_slurm else Reason.STOPPED
     if code != EXIT_REQUEUE:
         return Reason.FAILED
     if job is None:
-        return Reason.UNKNOWN if traces.is_slurm else Reason.STOPPED
+        return Reason.UNKNOWN if is_slurm else Reason.STOPPED
     if traces.growth is not None:
         return Reason.GROWTH
     # Slurm has recorded no reason. The warning of the limit is USR2. A TERM without a record comes from `scancel
@@ -161,7 +162,7 @@ def exit_code_of(traces: Traces, cause: Cause | None) -> int:
 
 def _is_requeued(traces: Traces) -> bool:
     """Returns whether Slurm has requeued the job since the attempt began."""
-    return traces.job is not None and restarts_in(traces.job) > traces.restart_count
+    return traces.job is not None and restarts_in(traces.job) > traces.start.restart_count
 
 
 def _is_early(traces: Traces, job: Mapping[str, str], settings: RequeueSection) -> bool:
@@ -230,7 +231,7 @@ def _decide_failure(
     words += advice_on(words, traces.limits)
     # A job that Slurm has restarted and that found too little free space on the disk waits for space.
     tries = ends_without_progress(traces.past)[Reason.FILE_SYSTEM] + 1
-    may_wait = settings.enabled and traces.restart_count > 0 and tries <= MOST_FAILED_STARTS
+    may_wait = settings.enabled and traces.start.restart_count > 0 and tries <= MOST_FAILED_STARTS
     if may_wait and not traces.had_begun and any(one.code == _DISK_FULL for one in errors_of(traces.findings)):
         return delayed_requeue(str(cause), tries)
     # Wrong use fails in the same way again, so it is not retried.

@@ -72,7 +72,8 @@ class Traces:
     """Of the attempt."""
     exit_code: int
     """Of srun, or of the local ranks."""
-    start: Start = field(default_factory=Start)
+    start: Start
+    """Its job, nodes and ranks."""
     end: End
     """What the ledger gets besides the decision: steps, newest commit, where the time went, what was found."""
     past: Sequence[Attempt] = ()
@@ -106,20 +107,14 @@ class Traces:
 
     # What Slurm and the kernel say.
 
-    is_slurm: bool = True
-    """Whether this is a Slurm job at all."""
     job: Mapping[str, str] | None = None
     """`scontrol show job` as a mapping; None without Slurm or where Slurm does not answer."""
-    restart_count: int = 0
-    """Restarts of the job when the attempt began."""
     step: StepEnd = field(default_factory=StepEnd)
     """How the ranks, or the tasks of srun, ended by what started them."""
-    num_ranks: int = 0
     lost_nodes: tuple[str, ...] = ()
     """Nodes that Slurm reports as lost, or that do not answer, of a job that keeps its other nodes."""
     had_oom_kill: bool = False
     """Whether the kernel of the head node ended a process for lack of memory during the attempt."""
-    head_node: str = ""
     growth: Growth | None = None
     """Why the ranks were asked to stop for more nodes; None if they were not."""
     may_relaunch: bool = False
@@ -179,7 +174,7 @@ class Traces:
         traces = cls(
             number=attempt,
             exit_code=exit_code,
-            start=Start(time_unix_s=opening.start_unix_s) if this is None else this.start,
+            start=replace(step.start, time_unix_s=opening.start_unix_s) if this is None else this.start,
             end=replace(
                 end,
                 exit_code=exit_code,
@@ -199,14 +194,10 @@ class Traces:
             is_finished=best_effort("the result", lambda: is_there(run.result), False),
             stop_asked=best_effort("the STOP file", lambda: is_there(run.stop_file), False),
             limits=read_limits(),
-            is_slurm=job.job_id is not None,
             job=record,
-            restart_count=job.restart_count,
             step=best_effort("the output of srun", lambda: step.ended(attempt), StepEnd()),
-            num_ranks=step.start.world_size,
             lost_nodes=tuple(step.lost_nodes(record)),
             had_oom_kill=had_oom_kill,
-            head_node=step.start.nodes[0],
             growth=step.growth,
             may_relaunch=step.can_relaunch,
         )
@@ -217,7 +208,7 @@ class Traces:
         """Returns what it means that a person's own program has ended with 0, and why it was early."""
         if not self.is_own_code or self.exit_code != EXIT_DONE or self.lost_nodes:
             return None, ""
-        by_slurm = None if self.job is None else slurm_reason(self.job, self.restart_count)
+        by_slurm = None if self.job is None else slurm_reason(self.job, self.start.restart_count)
         if self.job is not None and by_slurm is None and self.job.get("JobState") != "RUNNING":
             # srun ends with 0 after a node failure, too; the job's state tells the two apart.
             return None, ""
@@ -315,7 +306,7 @@ def cause_of(traces: Traces) -> Cause | None:
         return Cause.of_lost_nodes(traces.lost_nodes)
     cause = _told(traces)
     was_killed = traces.exit_code == 128 + signal.SIGKILL
-    is_on_head_node = cause is None or (cause.kind == KILLED and cause.node == traces.head_node)
+    is_on_head_node = cause is None or (cause.kind == KILLED and traces.start.nodes[:1] == (cause.node,))
     if was_killed and is_on_head_node and traces.had_oom_kill:
         return (cause or Cause(words="a rank was killed")).adding(" (an oom-kill by the kernel)")
     return cause
@@ -365,7 +356,7 @@ def _of_mark(mark: FailureMark, traces: Traces) -> Cause:
     if cause.kind == EXIT:
         return cause.adding(_last_words(traces, mark.rank))
     cause = _with_crash(cause, traces)
-    log = traces.read_log(mark.rank) if traces.is_slurm else ""
+    log = traces.read_log(mark.rank) if traces.start.job_id is not None else ""
     name = dict(_NOT_IN_ENVIRON.findall(log)).get(mark.message, "")
     if not name or is_job_variable(name):
         return cause
@@ -432,7 +423,7 @@ def _of_silent_rank(traces: Traces) -> Cause | None:
             continue
         # Where ranks of several nodes have ended so, none of the nodes is at fault.
         return replace(Cause.of(words, ranks=(rank,), node=end.node), blames_node=len(exited) <= 1)
-    ended_well = sorted(set(range(traces.num_ranks)).difference(*(end.tasks for end in ends)))
+    ended_well = sorted(set(range(traces.start.world_size)).difference(*(end.tasks for end in ends)))
     if not traces.marks or not ended_well:
         return None
     which = f"rank {ended_well[0]}" if len(ended_well) == 1 else f"{len(ended_well)} ranks, {ended_well[0]} the first,"

@@ -31,8 +31,9 @@ REQUEUED = {**PREEMPTED, "JobState": "COMPLETING", "Restarts": "1"}
 EARLY = {**RUNNING, "StartTime": "1", "EndTime": "86401"}
 
 # A job whose ranks were asked to stop, saved, and said so.
-SAVED = Traces(number=99, exit_code=75, end=End(time_unix_s=90.0), job=RUNNING, may_relaunch=True)
-LOCAL = replace(SAVED, job=None, is_slurm=False, may_relaunch=False)
+THIS = Start(job_id="7")
+SAVED = Traces(number=99, exit_code=75, start=THIS, end=End(time_unix_s=90.0), job=RUNNING, may_relaunch=True)
+LOCAL = replace(SAVED, job=None, start=Start(), may_relaunch=False)
 
 GROWTH = Growth(nodes=4, is_worth_it=True, pays_after_s=90.0, sentence="4 nodes instead of 3", exclude=("node2",))
 NODE_FAILURE = Cause.of_lost_nodes(["node2"])
@@ -68,7 +69,7 @@ def decided(
 
 FULL = Finding(code="DISK_FULL", level="error", seen="0 GiB left", todo="free some", node="node1")
 SICK = replace(FULL, code="GPU_SICK", blames_node=True)
-RESTARTED: dict[str, Any] = {"job": {**RUNNING, "Restarts": "1"}, "restart_count": 1}
+RESTARTED: dict[str, Any] = {"job": {**RUNNING, "Restarts": "1"}, "start": replace(THIS, restart_count=1)}
 
 # What is known besides that, or instead of it, and what follows.
 TABLE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -164,7 +165,10 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "requeue switched off": ("preempted stop", {"job": PREEMPTED, "settings": RequeueSection(enabled=False)}),
     "Slurm was quicker": ("preempted leave", {"job": REQUEUED}),
-    "an earlier restart is not this one": ("preempted requeue", {"job": REQUEUED, "restart_count": 1}),
+    "an earlier restart is not this one": (
+        "preempted requeue",
+        {"job": REQUEUED, "start": replace(THIS, restart_count=1)},
+    ),
     "a second time limit without progress": ("time_limit requeue", after(time_limit=1)),
     "a third one": ("time_limit stop", after(time_limit=2)),
     "preemptions without progress": (
@@ -214,9 +218,8 @@ any_traces = st.builds(
     past=st.integers(0, 9).map(lambda number: after(failed=number)["past"]),
     is_finished=st.booleans(),
     stop_asked=st.booleans(),
-    is_slurm=st.booleans(),
     job=st.sampled_from([None, RUNNING, EARLY, PREEMPTED, TIME_LIMIT, CANCELLED, REQUEUED, {}]),
-    restart_count=st.integers(0, 2),
+    start=st.builds(Start, job_id=st.sampled_from([None, "7"]), restart_count=st.integers(0, 2)),
     may_relaunch=st.booleans(),
 )
 any_settings = st.builds(RequeueSection, enabled=st.booleans(), max_failures_without_progress=st.integers(1, 5))

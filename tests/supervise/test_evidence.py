@@ -44,8 +44,7 @@ TRACES = Traces(
     end=End(time_unix_s=9.0),
     past=[Attempt(0, Start(), FAILED)],
     had_joined=True,
-    head_node="node1",
-    num_ranks=4,
+    start=Start(job_id="7", nodes=("node1", "node2"), world_size=4),
 )
 PROGRESS = {"end": End(time_unix_s=9.0, first_step=1, last_step=9)}
 
