@@ -43,9 +43,10 @@ def seed_streams(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def stream_positions() -> bytes:
+def stream_positions(*, of_gpu: bool = True) -> bytes:
     """Returns where the streams of `seed_streams` are; the same bytes as long as nothing is drawn from any of them."""
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else torch.empty(0)  # type: ignore[no-untyped-call]
+    has_gpu = of_gpu and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch says no types here
+    gpu = torch.cuda.get_rng_state() if has_gpu else torch.empty(0)
     states = (random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes(), gpu.numpy().tobytes())
     return pickle.dumps(states)
 

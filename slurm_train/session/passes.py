@@ -2,14 +2,15 @@
 
 A program that hands over an object with a counter may still read its samples from the beginning of the epoch, or in
 another order: the object (an engine, a sampler) says where it is, and the loader does not follow it. So a checkpoint
-has a digest of the first batch of each pass over a `DataLoader` of torch that was under way, its length, and how many
-batches it had given. After a resume the batches until the first step are compared with it. A sampler that is not
-torch's may begin anywhere, so another first batch of it is not named, unless its samples draw random numbers: those of
-the batches that were left out are not drawn. Without torch nothing is watched.
+has a digest of the first batch of each pass over a `DataLoader` of torch that was under way, its length, how many
+batches it had given, and where the streams of random numbers were. After a resume the batches until the first step are
+compared with it. A sampler that is not torch's may begin anywhere, so another first batch of it is not named, unless
+its samples draw random numbers: those of batches that were left out are not drawn. Without torch nothing is watched.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import weakref
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from typing import Any
 from slurm_train.session.loader_workers import samples_draw
 
 PASSES = "passes"
-"""Key of a checkpoint's header: of each pass under way on rank 0 the first batch, the batches given, and its length."""
+"""Key of a checkpoint's header: of each pass under way on rank 0 the first batch, the batches given, its length, and
+a digest of where the streams of random numbers were."""
 _SAMPLERS_OF_TORCH = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 _HINT = "skip the used batches, take run.batches, or hand over a stateful loader"
 
@@ -47,9 +49,13 @@ class Passes:
         """Those under way at the last step: a save may follow after the loop was left, and its iterator with it."""
         self._saved: list[tuple[str, int, int | None]] = []
         """Passes in the checkpoint: digest of the first batch, batches given, and length where it is known."""
+        self._saved_streams = ""
+        """Where the streams of random numbers were in it."""
         self._is_watching = False
+        self._goes_on: bool | None = None
+        """Whether this process reads its first batch since the resume with the streams as they were; None before."""
         self._has_drawn = False
-        """Whether samples that this process has read since the resume draw random numbers."""
+        """Whether samples that this process has read since the resume have drawn other random numbers."""
 
     @property
     def has_seen(self) -> bool:
@@ -58,8 +64,10 @@ class Passes:
 
     def take(self, saved: list[list[Any]]) -> None:
         """Takes over the passes of the checkpoint that the program continues, and begins to watch loaders."""
-        # A version before wrote no lengths.
-        self._saved = [(str(first), int(given), length[0] if length else None) for first, given, *length in saved]
+        # Versions before wrote no lengths and no streams.
+        self._saved = [(str(first), int(given), more[0] if more else None) for first, given, *more in saved]
+        self._saved_streams = next((more[1] for _, _, *more in saved if len(more) > 1), "")
+        self._goes_on, self._has_drawn = None, False
         self.watch()
 
     def watch(self) -> None:
@@ -67,24 +75,23 @@ class Passes:
         loaders = sys.modules.get("torch.utils.data.dataloader")
         if self._is_watching or loaders is None:
             return
-        # Imported late, since it imports torch.
-        from slurm_train.distributed.seeds import stream_positions
-
         self._is_watching = True
         kind: Any = loaders._BaseDataLoaderIter  # what `for` gets has no public class
         give = kind.__next__
 
         def give_and_note(iterator: Any) -> Any:
-            is_compared = bool(self._saved) and not iterator._num_workers
+            is_compared = bool(self._saved_streams and self._saved) and not iterator._num_workers
+            before = _streams() if is_compared else ""
             try:
-                before = stream_positions() if is_compared else b""
                 batch = give(iterator)
             except StopIteration:
                 ended = self._under_way.pop(iterator, None)
                 if ended is not None:
                     ended.is_over = True
                 raise
-            self._has_drawn |= is_compared and stream_positions() != before
+            if is_compared:
+                self._goes_on = before == self._saved_streams if self._goes_on is None else self._goes_on
+                self._has_drawn |= not self._goes_on and _streams() != before
             self._add(iterator, batch)
             return batch
 
@@ -104,11 +111,9 @@ class Passes:
     def state(self) -> list[list[Any]]:
         """Returns the passes that are under way and not at their end, for a checkpoint."""
         passes = {id(present): present for present in (*self._at_step, *self._under_way.values())}
-        return [
-            [present.first, present.given, present.length]
-            for present in passes.values()
-            if not present.is_over and present.given != present.length
-        ]
+        under_way = [one for one in passes.values() if not one.is_over and one.given != one.length]
+        streams = _streams() if under_way else ""
+        return [[one.first, one.given, one.length, streams] for one in under_way]
 
     def look(self, step: int) -> str:
         """Takes note of a step; returns what is to be said at the first one after a resume, "" for nothing.
@@ -142,6 +147,14 @@ class Passes:
                 "DataLoader(batches.keyed(data), batch_sampler=batches) has those of each sample, see run.batches"
             )
         return ""
+
+
+def _streams() -> str:
+    """Returns a digest of where the streams of random numbers of this process are; without the GPU's."""
+    # Imported late, since it imports torch.
+    from slurm_train.distributed.seeds import stream_positions
+
+    return hashlib.blake2b(stream_positions(of_gpu=False), digest_size=8).hexdigest()
 
 
 def _length(iterator: Any) -> int | None:

@@ -25,7 +25,7 @@ PROGRAM = Path(__file__).with_name("unequal_rank.py")
 OPTIMIZERS = ("whole", "zero", "signs", "owners", "idle owners")
 LOADERS = (
     *("batches", "again", "new order", "skips", "flips", "sampler", "generator", "exact generator"),
-    *("skipped flips", "skipped flips of a worker"),
+    *("skipped flips", "skipped flips of a worker", "skipped exact flips"),
 )
 _LAST = 10
 _RANKS = 2

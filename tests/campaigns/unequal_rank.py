@@ -127,9 +127,12 @@ def batches_of(run: Any, kind: str, place: Place, last: int) -> Iterator[torch.T
     if kind in ("generator", "exact generator"):
         # As nanochat's: the state names a row group, and what was read of it is not known.
         return read(numbers.samples, place.step if kind == "exact generator" else place.step // 4 * 4)
-    if kind in ("sampler", "skipped flips", "skipped flips of a worker"):
+    if kind == "sampler" or kind.startswith("skipped"):
+        # A new iterator draws from the generator of its loader.
+        own = torch.Generator() if "exact" in kind else None
         num_workers = int("worker" in kind)
-        return endless(DataLoader(numbers, batch_size=LOCAL, sampler=place, num_workers=num_workers), first=0)
+        loader = DataLoader(numbers, batch_size=LOCAL, sampler=place, generator=own, num_workers=num_workers)
+        return endless(loader, first=0)
     shuffles = kind in ("new order", "skips")
     generator = torch.Generator().manual_seed(3) if kind == "skips" else None
     loader = DataLoader(numbers, batch_size=LOCAL, shuffle=shuffles, generator=generator)

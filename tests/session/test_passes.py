@@ -83,11 +83,17 @@ def loader_of(order: str, done: int) -> DataLoader[torch.Tensor]:
     samples: Any = torch.arange(16.0)
     if order == "stream":
         return DataLoader(Stream(), batch_size=2)
-    if order.startswith("flips"):
+    if "flips" in order:
         num_workers = int(order[-1])
+        generator = torch.Generator() if order.startswith("exact") else None
         # In a rank each forked process begins so.
         return DataLoader(
-            Flipped(), batch_size=2, sampler=Behind(), num_workers=num_workers, worker_init_fn=lambda _: note_draws()
+            Flipped(),
+            batch_size=2,
+            sampler=Behind(),
+            generator=generator,
+            num_workers=num_workers,
+            worker_init_fn=lambda _: note_draws(),
         )
     if order == "sampler":
         return DataLoader(samples, batch_size=2, sampler=Behind())
@@ -157,7 +163,9 @@ def test_a_pass_in_another_order_is_named_where_samplers_of_torch_give_it(
     assert ("another batch 1 than in the epoch of which 3 of 8 batches were used" in said) is is_named
 
 
-@pytest.mark.parametrize(("order", "is_named"), [("flips0", True), ("flips2", True), ("sampler", False)])
+@pytest.mark.parametrize(
+    ("order", "is_named"), [("flips0", True), ("exact flips0", False), ("flips2", True), ("sampler", False)]
+)
 def test_augmentation_behind_a_sampler_that_skips_is_named(
     order: str, is_named: bool, run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
