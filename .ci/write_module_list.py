@@ -1,4 +1,4 @@
-"""Writes the list of all modules in docs/design.md from their docstrings.
+"""Writes docs/modules.md, the list of all modules, from their docstrings.
 
 python .ci/write_module_list.py            # writes it
 python .ci/write_module_list.py --check    # says whether it is up to date
@@ -12,17 +12,14 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "slurm_train"
-PAGE = REPOSITORY / "docs" / "design.md"
-HEADING = "\n## All modules\n"
+PAGE = REPOSITORY / "docs" / "modules.md"
 
 
-def render(page: str) -> str:
-    """Returns the text of the page with the list at its end."""
-    kept, heading, _ = page.partition(HEADING)
-    assert heading, f"{PAGE} has no {HEADING.strip()!r}"
-    about = "The first line of each docstring; written by `.ci/write_module_list.py`, a test compares."
+def render() -> str:
+    """Returns the text of the page."""
+    about = "The first line of each module's docstring; [design](design.md) says how they go together."
     folders = sorted(file.parent for file in PACKAGE.rglob("__init__.py"))
-    return f"{kept}{HEADING}\n{about}\n\n{''.join(map(_section, folders)).rstrip()}\n"
+    return f"# All modules\n\n{about}\n\n{''.join(map(_section, folders)).rstrip()}\n"
 
 
 def _section(folder: Path) -> str:
@@ -49,9 +46,8 @@ def _in_a_cell(text: str) -> str:
 
 def main() -> int:
     """Writes the list, or checks it; returns the exit code."""
-    page = PAGE.read_text(encoding="utf-8")
-    text = render(page)
-    if text == page:
+    text = render()
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
         return 0
     if "--check" in sys.argv[1:]:
         print(f"{PAGE} is out of date: run python .ci/write_module_list.py", file=sys.stderr)
