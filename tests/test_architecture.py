@@ -114,8 +114,8 @@ CAUSE_READERS = {"rundir.cause"}
 TEXT_OF_CAUSE = re.compile(r"\bcause\b(?!\.(?:ranks|kind|node)\b)|\bnote\b|\bmark\.message\b")
 # A start; the arrays that it asks for; the job that takes over from one that ends.
 RUN_STARTERS = {"start.start", "request.arrays", "request.submission", "supervise.continuation"}
-# Where a run is started is a place (`cli.start`), and whether it is a job is a property; to be lowered.
-MOST_ASKING_FOR_CLUSTER = 30
+# `RunConfig.uses_cluster`, `.slurm` and `.is_submitted` answer it; who composes has a mapping yet.
+MOST_ASKING_FOR_CLUSTER = 2
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Lines of code: docstrings, comments and blank lines do not count.
 MOST_LINES = 60

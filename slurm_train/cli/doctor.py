@@ -146,13 +146,12 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
     cwd = working_folder(env)
     plan = plan_run(compose(Words(overrides=[*_DEFAULT_SETTINGS, *settings, *_FIXED_SETTINGS])), cwd=cwd, env=env)
     run = plan.run
-    cluster = plan.config.cluster
-    if cluster is None:
+    if not plan.config.uses_cluster:
         raise ConfigError(
             f"doctor {' '.join(settings)} asks for no nodes",
             hint="`doctor +cluster=NxG` checks nodes; `doctor` alone checks the site",
         )
-    if cluster.launcher == "torchrun":
+    if plan.config.slurm.launcher == "torchrun":
         raise ConfigError(
             f"doctor {' '.join(settings)} starts its ranks by torchrun, and there is no preflight under torchrun",
             hint="add cluster.launcher=srun, and give one number of nodes: they are the same nodes",

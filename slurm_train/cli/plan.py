@@ -119,7 +119,7 @@ def _plan_run(settings: HydraSettings, commands: SlurmCommands, *, env: Mapping[
 
     measured = _measure(plan, env, cwd) if flags.measure else None
     estimate = estimate_run(plan, facts=_site_facts(plan, commands), env=env, measured=measured)
-    job = None if plan.config.cluster is None else _preview_job(plan, commands, env)
+    job = _preview_job(plan, commands, env) if plan.config.uses_cluster else None
     if job is not None:
         plan = job.plan
     if flags.json:
@@ -153,9 +153,7 @@ class _JobPreview:
 
     def rows(self, env: Mapping[str, str]) -> list[tuple[str, str]]:
         """Returns the rows of the printed plan that are about the job."""
-        cluster = self.plan.config.cluster
-        assert cluster is not None
-        rows = [("environment", _environment(cluster.export, env)), ("Slurm", self.slurm["says"])]
+        rows = [("environment", _environment(self.plan.config.slurm.export, env)), ("Slurm", self.slurm["says"])]
         if self.slurm["topology"]:
             rows.append(("topology", self.slurm["topology"]))
         return rows
@@ -196,7 +194,7 @@ def _say_variables(plan: RunPlan, env: Mapping[str, str]) -> None:
 
 def _site_facts(plan: RunPlan, commands: SlurmCommands) -> SiteFacts | None:
     """Returns Slurm's answers about the site; None without a cluster, or where Slurm does not answer."""
-    if plan.config.cluster is None or not commands.is_available():
+    if not plan.config.uses_cluster or not commands.is_available():
         return None
     try:
         return site_of(commands).facts()
@@ -356,7 +354,7 @@ def _when(
 
     numbers = read_sizes(sizes)
     typed = plan_run(settings.compose(), cwd=cwd, env=env, shares=node_shares(env, commands))
-    if typed.config.cluster is None:
+    if not typed.config.uses_cluster:
         raise ConfigError("--when is about jobs of Slurm", hint="name a cluster: plan --when 1-4 +cluster=4x8")
     if not typed.world.is_even:
         raise ConfigError(
@@ -438,7 +436,7 @@ class _JobSizes:
         config = self.typed.config
         if config.trains:
             words.append(f"batch.global_size={self.typed.batch.global_size}")
-        limit = config.cluster.time_limit_min if config.cluster else None
+        limit = config.slurm.time_limit_min
         if limit_min is not None and limit_min != limit:
             words.append(f"cluster.time_limit_min={limit_min}")
         composed = self.settings.composer.compose([*_without_time(self.settings.words.overrides, words), *words])
@@ -509,8 +507,7 @@ def _topology(plan: RunPlan, nodelist: str, commands: SlurmCommands) -> str:
     """Returns on which switches or blocks the nodes that Slurm would give are; "" where it is not known."""
     from slurm_train.slurm.allocation import parse_nodelist
 
-    cluster = plan.config.cluster
-    assert cluster is not None
+    cluster = plan.config.slurm
     if not nodelist:
         return ""
     return topology_text(

@@ -119,11 +119,11 @@ def _check_tools(config: RunConfig, *, cwd: Path) -> None:
 
 def warn_unexported_keys(config: RunConfig, env: Mapping[str, str]) -> None:
     """Prints which keys of trackers are set in this shell and do not travel into the job."""
-    if config.cluster is None or config.track == TrackSection():
+    if not config.uses_cluster or config.track == TrackSection():
         return
     from slurm_train.tools.trackers import unexported_keys
 
-    names = unexported_keys(config.track, env, exported(env, config.cluster.export))
+    names = unexported_keys(config.track, env, exported(env, config.slurm.export))
     if names:
         note(f"{', '.join(names)} is not exported to the job; to export it: cluster.export=[{','.join(names)}]")
 

@@ -103,7 +103,7 @@ def main(words: Sequence[str]) -> int:
 
 def _needs_another_script(run: RunDirectory, config: RunConfig) -> bool:
     """Returns whether the run's script names another directory than the run's, or a Python that is gone."""
-    if config.cluster is None or not run.submit_script.is_file():
+    if not config.uses_cluster or not run.submit_script.is_file():
         return False
     request = JobRequest.read(run.submit_script)
     missing_python = gone_python(config, request.python)

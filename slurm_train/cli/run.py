@@ -144,7 +144,7 @@ def write(words: Sequence[str]) -> int:
     require_all(
         [
             (
-                plan.config.cluster is not None,
+                plan.config.uses_cluster,
                 "`write` is for a launcher of your own, and a cluster is asked for",
                 "drop +cluster; with it, `plan` prints the batch script and the words alone submit it",
             ),

@@ -55,7 +55,7 @@ def require_lasting_python(
     Raises:
         ConfigError: as said, with what to do.
     """
-    if config.cluster is None or config.cluster.python is not None:
+    if not config.uses_cluster or config.slurm.python is not None:
         return
     if config.launch == "slurm" and _OF_ONE_COMMAND.search(python):
         raise ConfigError(
@@ -87,7 +87,7 @@ def gone_python(config: RunConfig, python: str) -> str:
         config: the run's.
         python: the interpreter, "" where none is known.
     """
-    if config.cluster is None or config.cluster.python is not None:
+    if not config.uses_cluster or config.slurm.python is not None:
         return ""
     return "" if os.path.exists(python) or not python else python  # noqa: PTH110  # "" is no path
 
@@ -157,8 +157,8 @@ def python_notes(config: RunConfig, directory: Path, *, env: Mapping[str, str], 
         env: environment in which the interpreter of `cluster.python` is tried.
         prefix: the environment of the interpreter that submits.
     """
-    cluster = config.cluster
-    if cluster is None:
+    cluster = config.slurm
+    if not config.uses_cluster:
         return []
     mounts = Mounts.read()
     # The supervisor of a job is started by this Python also where the ranks have one of their own in an image.

@@ -333,8 +333,7 @@ def _conflicts(config: RunConfig, plan: BatchPlan, layout: ParallelLayout) -> It
     if isinstance(config.batch.shares, str):
         return
     conflict = f"batch.shares={_shown(config.batch.shares)} was asked with"
-    cluster = config.cluster
-    nodes = None if cluster is None else cluster.nodes
+    nodes = config.slurm.nodes
     yield (
         not layout.is_replicated,
         f"{conflict} a layout of {layout}",
@@ -346,7 +345,7 @@ def _conflicts(config: RunConfig, plan: BatchPlan, layout: ParallelLayout) -> It
         "leave one of the two out",
     )
     yield (
-        cluster is not None and cluster.launcher == "torchrun",
+        config.slurm.launcher == "torchrun",
         f"{conflict} cluster.launcher=torchrun, which numbers the nodes anew at each start",
         "use cluster.launcher=srun, or leave batch.shares at even",
     )

@@ -631,9 +631,19 @@ class RunConfig:
         return self.task is None and self.script is None
 
     @property
+    def uses_cluster(self) -> bool:
+        """Whether its ranks run in an allocation of Slurm, and not on the machine that starts it."""
+        return self.cluster is not None
+
+    @property
+    def slurm(self) -> ClusterSection:
+        """The section `cluster`, or its defaults where the run has none."""
+        return self.cluster or ClusterSection()
+
+    @property
     def is_submitted(self) -> bool:
         """Whether a start leaves a job in Slurm's queue, and nobody waits for its end."""
-        return self.cluster is not None and self.launch == "slurm"
+        return self.uses_cluster and self.launch == "slurm"
 
 
 GPT_TARGET = "slurm_train.models.gpt.GPT"

@@ -78,8 +78,8 @@ def card_of(config: RunConfig, env: Mapping[str, str]) -> Card | None:
         config: the run's; without `cluster.gpu_type`, cards of 80 GiB are assumed on a cluster.
         env: environment, for looking at local GPUs.
     """
-    cluster = config.cluster
-    if cluster is None:
+    cluster = config.slurm
+    if not config.uses_cluster:
         return _local_card(tuple(sorted(env.items()))) if count_local_gpus(env) else None
     if cluster.gpu_flag == "none":
         return None
@@ -121,7 +121,7 @@ def _local_card(env: tuple[tuple[str, str], ...]) -> Card | None:
 
 def has_gpus(config: RunConfig, env: Mapping[str, str]) -> bool:
     """Returns whether the ranks will have GPUs."""
-    return count_local_gpus(env) > 0 if config.cluster is None else config.cluster.gpu_flag != "none"
+    return config.slurm.gpu_flag != "none" if config.uses_cluster else count_local_gpus(env) > 0
 
 
 def in_half(config: RunConfig, *, on_gpu: bool) -> bool:

@@ -102,8 +102,8 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
         ConfigError: a GPU list that does not name every node, uneven nodes in an allocation of one's own, or a range of
             uneven nodes.
     """
-    cluster = config.cluster
-    if cluster is None:
+    cluster = config.slurm
+    if not config.uses_cluster:
         num_ranks = config.run.processes
         if num_ranks is None:
             num_ranks = count_local_gpus(env) or 2
@@ -220,7 +220,7 @@ def fitting_world(config: RunConfig, world: World) -> World:
     if problem is None:
         return world
     is_between = len(sizes) > 1 and (sizes[0], sizes[-1]) == (world.fewest_nodes, world.num_nodes)
-    if is_between and config.cluster is not None and config.cluster.launcher == "srun":
+    if is_between and config.slurm.launcher == "srun":
         return replace(world, sizes=tuple(sizes))
     fit = f"it fits {', '.join(map(str, sizes))} of them" if sizes else "it fits none of them"
     nodes = f"{world.fewest_nodes}-{world.num_nodes}"

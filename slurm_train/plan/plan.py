@@ -87,13 +87,12 @@ class RunPlan:
     @property
     def num_devices(self) -> int:
         """GPUs that the job holds, including those of spare nodes; on CPUs the number of ranks."""
-        spares = 0 if self.config.cluster is None else self.config.cluster.spare_nodes
-        return self.world.size + spares * self.world.ranks_per_node[0]
+        return self.world.size + self.config.slurm.spare_nodes * self.world.ranks_per_node[0]
 
     @property
     def cpus_per_rank(self) -> int | None:
         """CPUs that the job requests for each rank; None: Slurm's default."""
-        typed = None if self.config.cluster is None else self.config.cluster.cpus_per_gpu
+        typed = self.config.slurm.cpus_per_gpu
         return self.cpus.number if typed == "auto" else typed
 
     @property
@@ -212,11 +211,11 @@ def plan_run(
 
 def _share_cpus(config: RunConfig, world: World, env: Mapping[str, str], shares: NodeShares | None) -> CpuShare:
     """Returns the CPUs that `cluster.cpus_per_gpu=auto` stands for in a run."""
-    if config.cluster is None or config.cluster.cpus_per_gpu != "auto":
+    if not config.uses_cluster or config.slurm.cpus_per_gpu != "auto":
         return LEFT_TO_SLURM
     shares = node_shares(env) if shares is None else shares
     return shares.share_of(
-        config.cluster,
+        config.slurm,
         world,
         is_interactive=config.launch == "interactive",
         runs_per_node=config.sweep.pack,
@@ -366,9 +365,7 @@ def _check_meeting(config: RunConfig) -> None:
     Raises:
         ConfigError: no interface or name of a node, or no range of ports.
     """
-    cluster = config.cluster
-    if cluster is None:
-        return
+    cluster = config.slurm
     if cluster.rendezvous_ports is not None:
         read_ports(cluster.rendezvous_ports)
     name = cluster.rendezvous_address
@@ -394,14 +391,13 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
     yield script == [], "script=[] names no file", "write script=[train.py,--flag]"
     has_nul = any("\0" in word for word in script or ())
     yield has_nul, f"script={script!r} has a NUL, which no command line can hold", "remove it"
+    cluster = config.slurm
     yield (
-        config.cluster is not None
-        and config.cluster.gpu_flag != "none"
-        and config.cluster.env.get("CUDA_VISIBLE_DEVICES") is not None,
+        cluster.gpu_flag != "none" and cluster.env.get("CUDA_VISIBLE_DEVICES") is not None,
         "cluster.env.CUDA_VISIBLE_DEVICES would do nothing: Slurm sets it for each step of a job with GPUs",
         "ask for as many GPUs as are meant: cluster.gpus_per_node=N; where Slurm knows no GPUs, cluster.gpu_flag=none",
     )
-    for pattern in config.cluster.export if config.cluster is not None else ():
+    for pattern in cluster.export:
         name, equals, _ = pattern.partition("=")
         yield (
             re.fullmatch(r"[A-Za-z_*?][A-Za-z0-9_*?]*", pattern) is None,
@@ -414,28 +410,25 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
             f"cluster.export has {pattern}, a word of sbatch's --export and no variable",
             EXPORT_WORDS.get(pattern, ""),
         )
-    uneven = config.cluster is not None and not isinstance(config.cluster.gpus_per_node, int)
+    uneven = not isinstance(cluster.gpus_per_node, int)
     yield (
-        config.requeue.warm_ranks
-        and (not config.trains or uneven or (config.cluster is not None and config.cluster.launcher == "torchrun")),
+        config.requeue.warm_ranks and (not config.trains or uneven or cluster.launcher == "torchrun"),
         "requeue.warm_ranks=true needs the trainer, equal nodes and srun: your own code is not started again after a "
         "failure, a heterogeneous job's steps cannot overlap, and torchrun starts its ranks again by itself",
         "leave requeue.warm_ranks out",
     )
     yield (
-        config.cluster is None and config.container is not None and config.container.kind == "pyxis",
+        not config.uses_cluster and config.container is not None and config.container.kind == "pyxis",
         "container.kind=pyxis is a plugin of srun, and the run would train on this machine",
         "use container=apptainer, or +cluster=<nodes>x<GPUs per node>",
     )
-    cluster = config.cluster
-    if cluster is not None:
-        per_node = cluster.memory_gb_per_node
-        per_gpu = cluster.memory_gb_per_gpu
-        yield (
-            per_node is not None and per_gpu is not None,
-            f"cluster.memory_gb_per_node={per_node} and cluster.memory_gb_per_gpu={per_gpu} both give the memory",
-            "leave one out, or set it to null",
-        )
+    per_node = cluster.memory_gb_per_node
+    per_gpu = cluster.memory_gb_per_gpu
+    yield (
+        per_node is not None and per_gpu is not None,
+        f"cluster.memory_gb_per_node={per_node} and cluster.memory_gb_per_gpu={per_gpu} both give the memory",
+        "leave one out, or set it to null",
+    )
     for name in ("model", "data") if config.trains else ("task",) if config.task is not None else ():
         target = (getattr(config, name) or {}).get("_target_")
         yield (
@@ -449,12 +442,9 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
         "that they are the same",
         "set one of them: a static graph may leave parameters out",
     )
-    older = None if cluster is None else _without_float8(cluster.gpu_type or "")
+    older = _without_float8(cluster.gpu_type or "")
     yield (
-        config.trains
-        and config.train.precision == "fp8"
-        and cluster is not None
-        and (cluster.gpu_flag == "none" or older is not None),
+        config.trains and config.train.precision == "fp8" and (cluster.gpu_flag == "none" or older is not None),
         f"train.precision=fp8 needs GPUs with float8 products; requested: {older or 'none'}",
         "float8 needs Ada, Hopper or later GPUs; train.precision=auto suits every GPU",
     )
@@ -551,7 +541,7 @@ class SweepPlan:
     @property
     def uses_cluster(self) -> bool:
         """Whether the runs are submitted to Slurm."""
-        return self.plans[0].config.cluster is not None
+        return self.plans[0].config.uses_cluster
 
     @property
     def keys(self) -> list[str]:
@@ -621,7 +611,7 @@ def plan_sweep(
         [
             (len(roots) > 1, f"the runs of one sweep have several roots: {', '.join(roots)}", "drop run.root"),
             (
-                len({plan.config.cluster is None for plan in plans}) > 1,
+                len({plan.config.uses_cluster for plan in plans}) > 1,
                 "some runs of the sweep ask for a cluster and some do not",
                 "sweep sizes, e.g. +cluster=1x8,2x8",
             ),
@@ -683,7 +673,7 @@ def _not_packable(plans: Sequence[RunPlan]) -> Iterator[Check]:
     if pack == 1:
         return
     yield (
-        config.cluster is None,
+        not config.uses_cluster,
         f"sweep.pack={pack} puts runs into one Slurm job, and these runs are trained on this machine",
         f"sweep.max_parallel={pack} trains so many at a time here",
     )
@@ -694,9 +684,7 @@ def _not_packable(plans: Sequence[RunPlan]) -> Iterator[Check]:
         f"set sweep.max_parallel={pack} or more, or lower sweep.pack",
     )
     for plan in plans:
-        cluster = plan.config.cluster
-        if cluster is None:
-            continue
+        cluster = plan.config.slurm
         request = plan.world.nodes_in_words + (f" and {cluster.spare_nodes} to spare" if cluster.spare_nodes else "")
         yield (
             plan.world.num_nodes > 1 or bool(plan.world.sizes) or cluster.spare_nodes > 0,
@@ -735,11 +723,10 @@ def _not_on_one_gpu(plans: Sequence[RunPlan]) -> Iterator[Check]:
         "set sweep.pack to the runs of a whole node: runs per GPU x its GPUs",
     )
     for plan in plans:
-        cluster = plan.config.cluster
-        if cluster is None:
+        if not plan.config.uses_cluster:
             continue
         yield (
-            cluster.gpu_flag == "none",
+            plan.config.slurm.gpu_flag == "none",
             f"{setting}, and cluster.gpu_flag=none asks for no GPU",
             "leave sweep.runs_per_gpu out: the runs of a pack share the node's CPUs",
         )

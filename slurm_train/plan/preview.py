@@ -21,7 +21,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     """Returns the rows of the plan's table: a name and a text each."""
     config = plan.config
     world = plan.world
-    place = "this machine" if config.cluster is None else world.nodes_in_words
+    place = world.nodes_in_words if config.uses_cluster else "this machine"
     rows = [("run", str(plan.run.path)), ("ranks", f"{world.size} = {place}")]
     if config.trains:
         rows += _training_rows(plan)
@@ -33,16 +33,16 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     rows += [("hub", f"{files.key}: {files.words}") for files in plan.hub]
     if config.container is not None:
         rows.append(("container", f"{config.container.kind} {config.container.image}"))
-    if config.cluster is None:
+    if not config.uses_cluster:
         return rows
     if config.site:
         rows.append(("site", config.site))
-    rows += _meeting_rows(config.cluster, num_nodes=world.num_nodes)
+    rows += _meeting_rows(config.slurm, num_nodes=world.num_nodes)
     if plan.cpus.reason:
         rows.append(("CPUs", plan.cpus.reason))
     if plan.from_shell:
         rows.append(("shell", "; ".join(plan.from_shell)))
-    rows += _lost_node_rows(plan, config.cluster)
+    rows += _lost_node_rows(plan, config.slurm)
     rows.append(("requeue", _requeue_text(plan)))
     return rows
 

@@ -141,7 +141,7 @@ def check_script(config: RunConfig, cwd: Path, *, num_ranks: int) -> None:
     if name.endswith(".py") and not (cwd / name).is_file():
         raise ConfigError(f"script={name}: there is no such file in {cwd}", hint="give its path from where you are")
     # Another Python of the ranks may know another syntax.
-    is_this_python = config.container is None and (config.cluster is None or config.cluster.python is None)
+    is_this_python = config.container is None and config.slurm.python is None
     if name.endswith(".py") and is_this_python:
         _require_syntax(cwd / name)
     if name and not name.endswith(".py") and (cwd / name).is_file():

@@ -54,8 +54,8 @@ def take_shell_choices(
         env: the environment of the submitting shell.
         limits: of its processes; None: those of this process.
     """
-    cluster = config.cluster
-    if cluster is None or "SLURM_JOB_ID" in env:
+    cluster = config.slurm
+    if not config.uses_cluster or "SLURM_JOB_ID" in env:
         return config, ()
     prefix = "SALLOC_" if config.launch == "interactive" else "SBATCH_"
     taken: dict[str, Any] = {}

@@ -72,8 +72,8 @@ def unexported_variables(
     Returns:
         Name -> the file that reads it, relative to `cwd` where it lies below.
     """
-    cluster = config.cluster
-    if cluster is None or config.launch == "interactive" or _has_login_shell(cluster):
+    cluster = config.slurm
+    if not config.is_submitted or _has_login_shell(cluster):
         return {}
     travels = exported(env, cluster.export)
     candidates = {
@@ -99,8 +99,8 @@ def unexported_variables(
 
 def unexported_notes(config: RunConfig, *, cwd: Path, env: Mapping[str, str]) -> list[str]:
     """Returns what a person is told of variables that a job does not get, a line each."""
-    cluster = config.cluster
-    if cluster is None or config.launch == "interactive":
+    cluster = config.slurm
+    if not config.is_submitted:
         return []
     names = [name for name in cluster.export if name.isidentifier()]
     of_a_job = [name for name in names if is_job_variable(name)]
@@ -164,9 +164,7 @@ def unexpanded_notes(config: RunConfig, *, cwd: Path) -> list[str]:
             advice = f'let it read os.environ["{name}"]; if this shell has {name}, it is expanded in double quotes'
         notes.append(f"{key}={text}: nothing expands this, the program gets these characters; {advice}")
         break
-    cluster = config.cluster
-    if cluster is None:
-        return notes
+    cluster = config.slurm
     for name, value in cluster.env.items():
         if _UNEXPANDED.search(str(value)):
             line = f"'cluster.setup=[\"export {name}={value}\"]'"

@@ -230,10 +230,10 @@ def estimate_run(
     limit_min, preemption, remarks = _site_policy(config, facts)
     cost = estimate_cost(plan, limit_min=limit_min)
     returns = ""
-    if config.launch == "interactive" and config.cluster is not None:
+    if config.uses_cluster and not config.is_submitted:
         returns = "not by itself (launch=interactive); the same words continue it"
-    elif config.cluster is not None:
-        is_expedited = facts is not None and not config.cluster.outlives_nodes and expedites_requeues(facts.settings)
+    elif config.is_submitted:
+        is_expedited = facts is not None and not config.slurm.outlives_nodes and expedites_requeues(facts.settings)
         returns = (
             "; ".join([return_in_words(preemption, is_expedited=is_expedited), *remarks])
             if config.requeue.enabled
@@ -337,9 +337,9 @@ def _site_policy(config: RunConfig, facts: SiteFacts | None) -> tuple[int | None
         The time limit of an attempt in minutes, None if unlimited or not known; how the site preempts it, None if not
         known; remarks about its return.
     """
-    cluster = config.cluster
-    if cluster is None or facts is None:
-        return None if cluster is None else cluster.time_limit_min, None, ()
+    cluster = config.slurm
+    if not config.uses_cluster or facts is None:
+        return cluster.time_limit_min, None, ()
     name = cluster.partition or next((partition.name for partition in facts.partitions if partition.is_default), "")
     # Of several partitions the job starts in any; the first says what preempts it, the longest limit what it may cost.
     names = [part.strip() for part in name.split(",")]

@@ -166,7 +166,7 @@ def acceptable_plans(plans: Sequence[RunPlan], ask: Callable[[Sequence[RunPlan]]
 
 def without_chosen_cpus(plan: RunPlan) -> RunPlan | None:
     """Returns a plan that leaves the number of CPUs to Slurm; None if the number was not chosen automatically."""
-    if plan.config.cluster is None or plan.config.cluster.cpus_per_gpu != "auto" or plan.cpus.number is None:
+    if plan.config.slurm.cpus_per_gpu != "auto" or plan.cpus.number is None:
         return None
     return replace(plan, cpus=CpuShare(None, f"as Slurm gives them: it refuses {plan.cpus.number} per rank"))
 
@@ -181,7 +181,7 @@ def advice(verdict: TestVerdict, request: JobRequest, commands: SlurmCommands, p
     if plan is None or verdict.refusal not in (*_ABOUT_NODES, Refusal.PARTITION):
         return general
     partitions = site_of(commands).node_facts().partitions
-    cluster = plan.config.cluster
+    cluster = plan.config.slurm
     chosen = _partitions_of(plan, partitions)
     # The job would run in one of several partitions, so the largest one says what is possible.
     largest = max(chosen, key=lambda partition: (partition.gpus_per_node, partition.num_nodes), default=None)
@@ -195,7 +195,7 @@ def advice(verdict: TestVerdict, request: JobRequest, commands: SlurmCommands, p
             "; the network here has blocks (`scontrol show topology`): nodes in cluster.nodelist must be of one block, "
             "and cluster.sbatch.segment must divide the nodes and fit into a block"
         )
-    if cluster is None or cluster.gpu_flag == "none":
+    if cluster.gpu_flag == "none":
         return general
     if nodes <= largest.num_nodes and gpus <= largest.gpus_per_node:
         types = sorted({group.gpu_type for group in largest.groups if group.gpus_per_node} - {""})
@@ -329,7 +329,7 @@ def unchecked(plan: RunPlan, commands: SlurmCommands) -> str:
     Raises:
         ClusterError: no answer from the controller.
     """
-    cluster = plan.config.cluster
+    cluster = plan.config.slurm
     named = {name: getattr(cluster, name, None) for name in ("account", "qos")}
     if not any(named.values()):
         return ""
@@ -345,8 +345,8 @@ def unchecked(plan: RunPlan, commands: SlurmCommands) -> str:
 
 
 def _partitions_of(plan: RunPlan, partitions: Sequence[Partition]) -> list[Partition]:
-    cluster = plan.config.cluster
-    requested = "" if cluster is None else cluster.partition or str(cluster.sbatch.get("partition", ""))
+    cluster = plan.config.slurm
+    requested = cluster.partition or str(cluster.sbatch.get("partition", ""))
     return chosen_partitions(requested, partitions)
 
 
@@ -406,9 +406,8 @@ def expedite_flags(request: JobRequest, config: RunConfig, commands: SlurmComman
         config: the run's.
         commands: Slurm; if it does not answer, the job is submitted as on a site without the feature.
     """
-    cluster = config.cluster
     is_heterogeneous = len(request.components) > 1
-    if cluster is None or cluster.outlives_nodes or is_heterogeneous or "requeue" not in request.flags:
+    if config.slurm.outlives_nodes or is_heterogeneous or "requeue" not in request.flags:
         return []
     with contextlib.suppress(ClusterError):
         return ["--requeue=expedite"] if expedites_requeues(commands.settings) else []
@@ -465,8 +464,7 @@ def require_room(plan: RunPlan, job: Mapping[str, str]) -> None:
         ClusterError: it does not fit, with what is missing; or the allocation has ended.
     """
     job_id = job.get("JobId", "?")
-    cluster = plan.config.cluster
-    assert cluster is not None
+    cluster = plan.config.slurm
     if job.get("JobState") != "RUNNING":
         raise ClusterError(
             f"this shell belongs to job {job_id}, which is {job.get('JobState') or 'gone'}",

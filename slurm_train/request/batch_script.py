@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import PORTS
 from slurm_train.errors import ConfigError
 from slurm_train.plan.placement import NodeGroup, World
@@ -44,7 +44,7 @@ def job_request(plan: RunPlan, *, default_python: str = sys.executable, package:
         ConfigError: a value that cannot reach the script unchanged, with the key it came from.
     """
     config = plan.config
-    cluster = _cluster(config)
+    cluster = config.slurm
     python = cluster.python or default_python
     if not Path(python).is_absolute() or not python.isprintable():
         raise ConfigError(
@@ -86,7 +86,7 @@ def _setup_lines(plan: RunPlan) -> list[str]:
     A job starts in the folder of the submitting process: a different one after `resume` from another folder, and "/" if
     the supervisor submits the job that continues a run.
     """
-    cluster = _cluster(plan.config)
+    cluster = plan.config.slurm
     if not cluster.setup:
         return []
     working_dir = next((value for name, value in cluster.sbatch.items() if name in ("chdir", "workdir")), None)
@@ -138,7 +138,7 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
     Raises:
         ConfigError: `cluster.sbatch` names a flag that the launch decides, or `cluster.nodelist` cannot be shared.
     """
-    cluster = _cluster(plan.config)
+    cluster = plan.config.slurm
     groups = plan.world.groups
     typed = typed_flags("cluster.sbatch", cluster.sbatch)
     hosts = None
@@ -181,7 +181,7 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
 
 def job_name(plan: RunPlan) -> str:
     """Returns the name of a run's job, e.g. "gpt-stdlib-3f9a1c07a2b4", with the prefix that the site requires."""
-    return f"{_cluster(plan.config).job_name_prefix or ''}{plan.run.name}-{plan.run.run_id}"
+    return f"{plan.config.slurm.job_name_prefix or ''}{plan.run.name}-{plan.run.run_id}"
 
 
 def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:
@@ -198,7 +198,7 @@ def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:
 
 
 def _tasks_per_node(plan: RunPlan, group: NodeGroup) -> int:
-    return 1 if _cluster(plan.config).launcher == "torchrun" else group.ranks_per_node
+    return 1 if plan.config.slurm.launcher == "torchrun" else group.ranks_per_node
 
 
 def _cpus_per_task(plan: RunPlan, group: NodeGroup, *, has_whole_node: bool) -> int | None:
@@ -216,13 +216,13 @@ def _cpus_per_task(plan: RunPlan, group: NodeGroup, *, has_whole_node: bool) -> 
 
 def renewed_warning(config: RunConfig, run: RunDirectory) -> list[str]:
     """Returns flags of sbatch that replace a script's --signal by a newly chosen one, if its lead is automatic."""
-    is_automatic = config.cluster is not None and config.requeue.warn_before_limit_s == "auto"
+    is_automatic = config.requeue.warn_before_limit_s == "auto"
     return [f"--signal={warning_signal(config, run)}"] if is_automatic else []
 
 
 def warning_signal(config: RunConfig, run: RunDirectory) -> str:
     """Returns the value of sbatch's --signal, e.g. "USR2@120"; the lead comes from the run's measurements, if any."""
-    minutes = _cluster(config).time_limit_min
+    minutes = config.slurm.time_limit_min
     limit_s = None if minutes is None else 60.0 * minutes
     return f"USR2@{warning_lead_s(config.requeue.warn_before_limit_s, run, limit_s=limit_s)}"
 
@@ -239,7 +239,7 @@ def srun_flags(plan: RunPlan) -> Flags:
     Raises:
         ConfigError: `cluster.srun` names a flag that the launch decides.
     """
-    cluster = _cluster(plan.config)
+    cluster = plan.config.slurm
     groups = plan.world.groups
     is_torchrun = cluster.launcher == "torchrun"
     if len(groups) > 1:
@@ -289,7 +289,7 @@ def srun_flags(plan: RunPlan) -> Flags:
 
 def chosen_step_flags(plan: RunPlan) -> list[str]:
     """Returns the flags of srun that are not the launch's own, as words: those of `cluster.srun` and of a container."""
-    chosen = typed_flags("cluster.srun", _cluster(plan.config).srun)
+    chosen = typed_flags("cluster.srun", plan.config.slurm.srun)
     container = RankCommand(plan.config, plan.run, plan.directory).step_flags(job_environment(plan.config))
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in (chosen | container).items()]
 
@@ -300,14 +300,14 @@ def task_log(config: RunConfig, world: World) -> str:
     In a step over several components srun increases "%t" by one with each component (22.05). There, and if a task is
     torchrun, the ranks open their logs themselves.
     """
-    if _cluster(config).launcher == "torchrun":
+    if config.slurm.launcher == "torchrun":
         return "node_%t.log"
     return "rank_%t.log" if world.is_even else "task_%t.log"
 
 
 def job_environment(config: RunConfig) -> dict[str, str]:
     """Returns the variables that the job exports before the ranks start."""
-    cluster = _cluster(config)
+    cluster = config.slurm
     variables = {"PYTHONUNBUFFERED": "1"}
     if cluster.network_interface:
         variables |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), cluster.network_interface)
@@ -321,8 +321,3 @@ def job_environment(config: RunConfig) -> dict[str, str]:
         if name != PORTS:
             guarded(f"export {name}", check_env_name, name)
     return variables
-
-
-def _cluster(config: RunConfig) -> ClusterSection:
-    assert config.cluster is not None, "only runs on a cluster have Slurm resources"
-    return config.cluster

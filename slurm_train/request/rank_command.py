@@ -54,9 +54,9 @@ class RankCommand:
             ConfigError: a path cannot be passed to a container.
         """
         container = self.config.container
-        cluster = self.config.cluster
+        cluster = self.config.slurm
         # Under torchrun there is one launcher per node, which starts the ranks inside the container.
-        verb = "torchrun" if cluster is not None and cluster.launcher == "torchrun" else "worker"
+        verb = "torchrun" if cluster.launcher == "torchrun" else "worker"
         worker = ["-m", "slurm_train", verb, str(self.run.path)]
         if container is None:
             return [python, *worker]
@@ -67,7 +67,7 @@ class RankCommand:
             for name in _TORCHRUN:
                 words += ["-u", name]
             return [*words, *inside]
-        gpus = [] if cluster is not None and cluster.gpu_flag == "none" else ["--nv"]
+        gpus = [] if cluster.gpu_flag == "none" else ["--nv"]
         words = [container.command or "apptainer", "exec", *gpus]
         for mount in self._mounts(container):
             words += ["--bind", mount]
@@ -81,11 +81,10 @@ class RankCommand:
             variables: what the job exports before the ranks start.
         """
         container = self.config.container
-        cluster = self.config.cluster
-        if container is None or cluster is None or container.kind != "pyxis":
+        if container is None or container.kind != "pyxis":
             return {}
         mounts = (mount if ":" in mount else f"{mount}:{mount}" for mount in self._mounts(container))
-        exported = (name for name in cluster.export if name.isidentifier())
+        exported = (name for name in self.config.slurm.export if name.isidentifier())
         return {
             "container-image": self._image(container),
             "container-mounts": ",".join(mounts),

@@ -225,7 +225,7 @@ def submit_run(
     export: Sequence[str] = tuple(env)
     waited_for = continues
     if continues is None:
-        export = config.cluster.export if config.cluster is not None else ()
+        export = config.slurm.export
         if previous is not None and previous.job_id not in jobs_elsewhere(previous, None, cluster=cluster):
             waited_for = previous.job_id
     flags = [*flags, *expedite_flags(request, config, commands)]

@@ -67,7 +67,7 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
 
 def uses_this_python(config: RunConfig) -> bool:
     """Returns whether the ranks use this interpreter, so that a package that is missing here is missing for them."""
-    return config.cluster is None or config.cluster.python is None
+    return config.slurm.python is None
 
 
 def _require_model_and_data(config: RunConfig, *, awaited: Collection[str], cwd: Path) -> None:

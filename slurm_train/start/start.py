@@ -96,12 +96,12 @@ class Start:
         if not self.after:
             return ""
         setting = f"after={','.join(self.after)}"
-        if config.cluster is None or not config.is_submitted:
+        if not config.is_submitted:
             hint = "add +cluster=NxG, or drop after="
             raise ConfigError(
                 f"{setting} makes a job wait in Slurm's queue, but this run would start at once", hint=hint
             )
-        if "dependency" in config.cluster.sbatch:
+        if "dependency" in config.slurm.sbatch:
             raise ConfigError(f"{setting} and cluster.sbatch.dependency exclude each other", hint="drop one of the two")
         require_slurm(self.commands, self.env)
         runs = self._runs_before(root)
@@ -162,7 +162,7 @@ class Start:
             RunError: the run is active already, or it would not be the same training.
         """
         run = plan.run
-        uses_slurm = plan.config.cluster is not None
+        uses_slurm = plan.config.uses_cluster
         dependency = self.dependency(plan.config, run.place)
         if uses_slurm:
             require_slurm(self.commands, self.env)
@@ -217,7 +217,7 @@ class Start:
         """
         config = load_config(run.config)
         batch = Batch(start=self, path=run.path, config=config, elements=(Element(run=run),), is_as_written=True)
-        if config.cluster is None:
+        if not config.uses_cluster:
             refuse_active(run, self.commands)
             run.stop_file.unlink(missing_ok=True)
             yield batch

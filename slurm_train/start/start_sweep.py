@@ -191,7 +191,7 @@ def sweep_as_written(
             for line in source_notes(source):
                 start.say(line)
         requests: list[tuple[RunDirectory, JobRequest]] = []
-        if config.cluster is not None:
+        if config.uses_cluster:
             require_slurm(commands, start.env)
             requests = [(run, JobRequest.read(run.submit_script)) for run in runs]
             gone = gone_python(config, requests[0][1].python)

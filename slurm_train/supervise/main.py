@@ -196,7 +196,7 @@ class _LocalStep(Step):
 
 def _build_supervisor(run: RunDirectory, config: RunConfig, job: Job, step: Step, env: Mapping[str, str]) -> Supervisor:
     # Ranks of this machine have no preflight: one that is asked for alone has not been done when they end.
-    checks_only = config.preflight.only and config.cluster is not None
+    checks_only = config.preflight.only and config.uses_cluster
     return Supervisor(
         run,
         job,

@@ -89,13 +89,13 @@ def pool_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> Nod
         ranks_per_node=per_node,
         tasks_per_node=per_node,
     )
-    cluster = config.cluster
-    if cluster is not None and cluster.launcher == "torchrun":
+    cluster = config.slurm
+    if cluster.launcher == "torchrun":
         # One task has all ranks of its node.
         return replace(pool, tasks_per_node=(1,) * len(per_node))
     if len(per_node) > allocation.num_nodes and len(pool.sizes) == 1:
         return NodePool.whole(allocation)
-    if cluster is None or not cluster.outlives_nodes:
+    if not cluster.outlives_nodes:
         return pool
     bad = {bad_node.node for bad_node in read_bad_nodes(run, now_unix_s=time.time())}
     return replace(pool, doubtful=frozenset(bad), outlives_nodes=True)
@@ -126,7 +126,7 @@ def within_allocation(words: Sequence[str], env: Mapping[str, str], *, tasks_per
     return fitting_words
 
 
-def _address(node: str, job: SlurmJob, cluster: ClusterSection | None, env: Mapping[str, str]) -> str:
+def _address(node: str, job: SlurmJob, cluster: ClusterSection, env: Mapping[str, str]) -> str:
     """Returns where the ranks meet rank 0 on its node: as configured, else the node's name.
 
     Where the name does not resolve, it is Slurm's NodeAddr.
@@ -137,7 +137,7 @@ def _address(node: str, job: SlurmJob, cluster: ClusterSection | None, env: Mapp
         cluster: the settings.
         env: the job's environment.
     """
-    chosen = "" if cluster is None else chosen_address(cluster, node, address_on=partial(_address_on, node, env=env))
+    chosen = chosen_address(cluster, node, address_on=partial(_address_on, node, env=env))
     if chosen:
         return chosen
     try:
@@ -372,16 +372,18 @@ class SrunStep(Step):
         name = f"--job-name={self.step_name(attempt)}"
         words = [name if word.startswith("--job-name=") else word for word in words]
         words = self._within_share(words)
-        stage = self._config.cluster.stage_python if self._config.cluster is not None else None
+        stage = self._config.slurm.stage_python
         if stage and not self._stages.get(nodes):  # {} after a failure, which is tried again
             self._stages[nodes] = stage_python(stage, run.place, nodes, self._env)
-        asks_for_gpus = self._config.cluster is not None and self._config.cluster.gpu_flag != "none"
+        asks_for_gpus = self._config.uses_cluster and self._config.slurm.gpu_flag != "none"
+        # Ranks of one node need no way to another.
+        chosen = self._config.slurm if len(nodes) > 1 else ClusterSection()
         env = {
             **(with_gpus_for(self._env, self.start.world_size) if asks_for_gpus else self._env),
             **self._stages.get(nodes, {}),
             **({} if waits is None else {WAITS: "1"}),
             "SLURM_TRAIN_ATTEMPT": str(attempt),
-            "MASTER_ADDR": _address(nodes[0], self.job, self._config.cluster if len(nodes) > 1 else None, self._env),
+            "MASTER_ADDR": _address(nodes[0], self.job, chosen, self._env),
             "MASTER_PORT": str(probe_port(str(run.path), attempt=attempt, env=self._env)),
         }
         # The working directory of this process differs: its own imports must not come from unverified code.
@@ -394,9 +396,7 @@ class SrunStep(Step):
         share = Share.from_env(self._env)
         if share is None:
             return within_allocation(words, self._env, tasks_per_node=tasks_per_node)
-        cluster = self._config.cluster
-        assert cluster is not None, "a run without a cluster is in no pack"
-        requested = resource_flags(cluster, per_node=self.start.world_size)
+        requested = resource_flags(self._config.slurm, per_node=self.start.world_size)
         gpus = {
             name: str(value) for name, value in requested.items() if name in ("gres", "gpus-per-node", "gpus-per-task")
         }

@@ -380,7 +380,7 @@ def build_checkpointer(parts: Parts, *, callbacks: Mapping[str, Callback], peak_
         device=rank.device,
         clock=rank.clock,
         peers=dist.group.WORLD,
-        keeps_copies=config.cluster is not None and config.cluster.outlives_nodes,
+        keeps_copies=config.slurm.outlives_nodes,
     )
     continuity = build_continuity(
         rank.run,

@@ -270,7 +270,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
         secret=attempt_secret(run, attempt, wait_s=60.0 if _ATTEMPT in env else 0.0),
     )
     # Without Slurm there is no network between the ranks, and no shared node to check.
-    if config.cluster is not None and config.preflight.enabled and "SLURM_STEP_ID" in env:
+    if config.uses_cluster and config.preflight.enabled and "SLURM_STEP_ID" in env:
         from slurm_train.tools.doctor.preflight import run_preflight
 
         variables = run_preflight(run, config, place, point, env=env)

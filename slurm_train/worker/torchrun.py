@@ -75,7 +75,7 @@ def node_ranks(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> 
     Raises:
         ClusterError: not a task of a step.
     """
-    cluster = config.cluster or ClusterSection()
+    cluster = config.slurm
     task = TaskPlace.from_env(env)
     world = PlanRecord.read(run.plan).world
     return NodeRanks(

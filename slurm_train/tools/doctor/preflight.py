@@ -90,9 +90,9 @@ Verdict = dict[str, Any]
 """What rank 0 has decided, as JSON: "findings", and "variables" of the environment by node."""
 
 
-def _asked_cpus(cluster: ClusterSection | None, env: Mapping[str, str]) -> int | None:
+def _asked_cpus(cluster: ClusterSection, env: Mapping[str, str]) -> int | None:
     """Returns how many CPUs were asked for, for each rank; None where Slurm chose."""
-    typed = None if cluster is None else cluster.cpus_per_gpu
+    typed = cluster.cpus_per_gpu
     if typed != "auto":
         return typed
     chosen = env.get("SLURM_CPUS_PER_TASK", "")
@@ -180,15 +180,15 @@ class Preflight:
         allow_files(self.place.world_size)
         rank = gather.read_rank(self.place, self.env)
         self.report = {"rank": asdict(rank), "node": None}
-        cluster = self.config.cluster
-        gpus = 0 if cluster is None or cluster.gpu_flag == "none" else cluster.gpus_per_node
+        cluster = self.config.slurm
+        gpus = 0 if not self.config.uses_cluster or cluster.gpu_flag == "none" else cluster.gpus_per_node
         job = Job(
             names=self.nodes,
             master="" if self.point.master_addr == self.nodes[0] else self.point.master_addr,
             world_size=self.world_size,
             gpus_per_node=gpus if isinstance(gpus, int) else max(gpus),
             cpus_per_gpu=_asked_cpus(cluster, self.env),
-            run_s=None if cluster is None or cluster.time_limit_min is None else 60.0 * cluster.time_limit_min,
+            run_s=None if cluster.time_limit_min is None else 60.0 * cluster.time_limit_min,
             must_compile=self.config.train.compile is True,
             needs_port=self.config.script is not None,
             port=self.point.ports[0],

@@ -46,7 +46,7 @@ class Series:
     @property
     def uses_cluster(self) -> bool:
         """Whether its runs are jobs. Not by the words: a file may name the cluster, or have one in it."""
-        return self.plan.config.cluster is not None
+        return self.plan.config.uses_cluster
 
     @property
     def points(self) -> list[Point]:
