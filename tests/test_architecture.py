@@ -76,7 +76,7 @@ COMMAND_WORDS = {
     "request.submission": {"sbatch"},
     "slurm.job_request": {"srun"},
     "request.acceptance": {"salloc"},
-    "supervise.ranks": {"srun"},
+    "supervise.asking": {"srun"},
     # A value of cluster.launcher.
     "config.schema": {"srun"},
     # Names of sections: cluster.sbatch and cluster.srun.

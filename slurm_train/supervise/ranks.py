@@ -1,9 +1,5 @@
 """Runs the ranks of an attempt: as a step of srun in an allocation, or as processes of this machine.
 
-Before a step, every node is asked whether it sees the run directory. Without this check, a node that lacks the path
-would end the step with a line about a log file that could not be opened, or the ranks of the other nodes would wait for
-it until a time-out. While Slurm's controller is away no node answers, and the nodes are asked again.
-
 The slurmstepd of a node reports the end of each task to srun. If slurmstepd was killed, srun waits for ranks that have
 ended long ago. If srun itself was killed, the ranks go on without it. Both are ended here.
 
@@ -15,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -26,219 +21,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from slurm_train.assets import read_template
 from slurm_train.code.provenance import record_environment
 from slurm_train.code.snapshot import MOST_CHANGES_SHOWN, own_snapshot, require_sealed
-from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, NodesError, RunError, SilentNodesError
-from slurm_train.formatting import plain, shorten
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, RunError
+from slurm_train.formatting import shorten
 from slurm_train.rundir.events import FailureMark, append_event, leave_mark
 from slurm_train.rundir.files import open_file
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.allocation import compact_nodelist, het_job_ids, parse_nodelist
-from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
-from slurm_train.slurm.job_variables import helper_environment, node_name
-from slurm_train.slurm.records import NO_STEP, StepEnd, TaskEnd
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.job_variables import node_name
+from slurm_train.slurm.records import StepEnd, TaskEnd
 from slurm_train.supervise.best_effort import say
-
-# --- does every node see the run ---
-
-_TIMEOUT_S = 25.0
-_ASKED_DIRECTLY_S = 5.0
-_FEW = 10
-_RETRY_S = 120.0
-"""While the controller is away; as long as other questions to it are repeated by default."""
-_REFUSED_S = 30.0
-"""While it makes no step: after its restart it may not have freed the cores and memory of the step before."""
-_LATE_S = 12
-"""How long a node may take to see the file of an attempt, which exists before the node is asked."""
-# srun has started nothing on any node, so nothing is known of the nodes.
-_NOT_CREATED = re.compile(
-    rf"{NO_STEP}|srun: fatal: |srun: error: (?:Unable to (?:allocate|confirm|create)|Invalid |Unable to initialize)"
-)
-# Answer of a node -> what it does not do, code of the finding, what to do.
-_PROBLEMS = {
-    "blind": (
-        "not see the run directory",
-        "FS_MISSING",
-        "put the run on a shared path: run.root=/shared/path",
-    ),
-    "readonly": (
-        "not write to the run directory",
-        "FS_READONLY",
-        "check the mount and the permissions there, or name another place with run.root=DIR",
-    ),
-}
-
-
-def require_seen_by_all(
-    run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str], *, attempt: int | None = None
-) -> None:
-    """Refuses nodes that cannot read and write the run directory. Called inside an allocation, once.
-
-    Args:
-        run: the run.
-        nodes: all nodes of the allocation.
-        env: the job's environment.
-        attempt: number of the attempt that was opened just before: the nodes must see it, too.
-
-    Raises:
-        NodesError: some nodes cannot, by name.
-        SilentNodesError: a node does not answer in time, or does not see the attempt.
-    """
-    if len(nodes) == 1 and env.get("SLURMD_NODENAME") == nodes[0]:
-        # This process runs on the only node, and has read the configuration there already. Under salloc this process
-        # runs on a login node.
-        return
-    newest = run.config if attempt is None else run.epochs / f"attempt_{attempt}"
-    answers, complaint = _ask(
-        run, nodes, env, newest=str(newest.relative_to(run.path)), timeout_s=_TIMEOUT_S, retry_s=_RETRY_S
-    )
-    for word, (problem, code, hint) in _PROBLEMS.items():
-        named = sorted(node for node, answer in answers.items() if answer == word)
-        if named:
-            raise NodesError(f"{_names(named)} {problem} {run.path}", code=code, nodes=named, hint=hint)
-    stale = sorted(node for node, answer in answers.items() if answer == "stale")
-    if stale:
-        raise SilentNodesError(
-            f"{_names(stale)} not see {newest} {_LATE_S} s after it was written",
-            code="FS_STALE",
-            nodes=stale,
-            hint="the path is not shared, or its cache is late: compare `findmnt -T` of it on the nodes",
-        )
-    if not answers and _NOT_CREATED.search(complaint):
-        # A fatal error of srun is about its arguments, which are the same next time.
-        kind = NodesError if "srun: fatal:" in complaint else SilentNodesError
-        raise kind(
-            f"srun could not create a step that asks the nodes for {run.path}{complaint}",
-            code="STEP_REFUSED",
-            nodes=(),
-            hint="the nodes were not asked: look at what the job requests (`scontrol show job`) and at cluster.sbatch",
-        )
-    silent = sorted(set(nodes) - set(answers))
-    if silent:
-        within = f" within {_TIMEOUT_S:.0f} s"
-        raise SilentNodesError(
-            f"no answer from {', '.join(silent)}{within}, when asked for {run.path}{complaint}",
-            code="NODE_MISSING",
-            nodes=silent,
-            hint=f"look at the node, or leave it out with cluster.exclude={','.join(silent)}",
-        )
-
-
-def silent_nodes(run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Returns which nodes do not answer while ranks run, although asked twice; none where no node at all answers.
-
-    In that case Slurm's controller or the network of this node is at fault, and nothing is known of the other nodes.
-    """
-    silent = list(nodes)
-    for _ in range(2):
-        # srun asks a few nodes directly, and many through a tree of nodes, where a lost node delays those behind it.
-        timeout_s = _ASKED_DIRECTLY_S if len(silent) <= _FEW else _TIMEOUT_S
-        answers, complaint = _ask(run, silent, env, newest=run.config.name, timeout_s=timeout_s, retry_s=0.0)
-        was_not_asked = _NOT_CREATED.search(complaint) is not None
-        if not answers and (was_not_asked or len(silent) == len(nodes)):
-            return []
-        silent = [node for node in silent if node not in answers]
-        if not silent:
-            break
-    return silent
-
-
-def _names(nodes: Sequence[str]) -> str:
-    return f"node {nodes[0]} does" if len(nodes) == 1 else f"nodes {', '.join(nodes)} do"
-
-
-def _ask(
-    run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str], *, newest: str, timeout_s: float, retry_s: float
-) -> tuple[dict[str, str], str]:
-    """Returns the answer of each node that answered, and the error message of srun, "" for none.
-
-    Asks again while there are no answers at all because Slurm's controller is away or makes no step.
-    """
-    question = ["/bin/sh", "-c", read_template("see_run.sh"), "sh", str(run.path), newest, str(_LATE_S)]
-    began_s = time.monotonic()
-    while True:
-        try:
-            finished = run_on_each_node(question, nodes, env, timeout_s=timeout_s)
-            output = finished.stdout
-            errors = finished.stderr
-            if is_away(errors):
-                again_for_s = retry_s
-            else:
-                again_for_s = min(retry_s, _REFUSED_S) if NO_STEP in errors else 0.0
-        except subprocess.TimeoutExpired as err:
-            output = _text(err.stdout)
-            errors = _text(err.stderr)
-            again_for_s = retry_s
-        answers: dict[str, str] = {}
-        for line in output.splitlines():
-            words = line.split()
-            if len(words) == 2 and words[0] in (*_PROBLEMS, "fine", "stale"):
-                answer, node = words
-                answers[node] = answer
-        if answers or time.monotonic() >= began_s + again_for_s:
-            return answers, _complaint(errors)
-        time.sleep(1.0)
-
-
-def _complaint(errors: str) -> str:
-    """Returns the error of srun for the end of a message: why it made no step, else its last line."""
-    lines = plain(_without_noise(errors)).strip().splitlines()
-    reasons = [line for line in lines if _NOT_CREATED.search(line)]
-    return f"; it said: {(reasons or lines)[-1].strip()}" if lines else ""
-
-
-def run_on_each_node(
-    words: Sequence[str], nodes: Sequence[str], env: Mapping[str, str], *, timeout_s: float
-) -> Finished:
-    """Runs a command once on each of these nodes and returns how the step ended, with the output of all nodes.
-
-    Where the components of a heterogeneous job have several ranks per node, it runs once for each of them.
-
-    Raises:
-        OSError: srun cannot be started.
-        subprocess.TimeoutExpired: it did not end in time.
-    """
-    command, env = _helper_step(words, nodes, env)
-    finished = run_program(command, env=env, timeout_s=timeout_s, cwd="/")
-    return Finished(finished.return_code, finished.stdout, _without_noise(finished.stderr))
-
-
-def _without_noise(errors: str) -> str:
-    """Returns srun's stderr without its warning about --cpu-bind=none on nodes that bind nothing anyway."""
-    lines = errors.splitlines(keepends=True)
-    return "".join(line for line in lines if "lacks support for cpu binding" not in line)
-
-
-# A helper takes nothing from the ranks: no GPUs, no memory of theirs (0: what the job has), no CPUs of its own. Without
-# --gres=none a step would ask for the GPUs of the job again, and may not get them ("Insufficient GRES", 22.05).
-_ASKS_FOR_NOTHING = ("--gres=none", "--mem=0", "--cpu-bind=none", "--mpi=none")
-
-
-def _helper_step(
-    words: Sequence[str], nodes: Sequence[str], env: Mapping[str, str], *flags: str
-) -> tuple[list[str], dict[str, str]]:
-    """Returns the command that runs a helper once on each of these nodes of a job, and its environment."""
-    sizes = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    # An allocation may have more nodes than these, and ranks may use their cores by now.
-    sizes += [f"--nodelist={compact_nodelist(nodes)}", "--overlap"]
-    components = het_job_ids(env)
-    if components:
-        # Components differ in their number of nodes. 20.11 refuses a command for each component, so one command runs
-        # for all ranks.
-        sizes = [f"--het-group={','.join(map(str, range(len(components))))}"]
-    # The working directory may be missing on a node, so the step starts at the root.
-    command = ["srun", *sizes, *_ASKS_FOR_NOTHING, *flags, "--chdir=/", *words]
-    return command, helper_environment(env, num_nodes=_num_nodes(env, nodes))
-
-
-def _num_nodes(env: Mapping[str, str], nodes: Sequence[str]) -> int:
-    listed = env.get("SLURM_JOB_NODELIST", "")
-    return len(parse_nodelist(listed)) if listed else len(nodes)
-
-
-def _text(part: str | bytes | None) -> str:
-    return part.decode(errors="replace") if isinstance(part, bytes) else part or ""
 
 
 def note_environment(run: RunDirectory, attempt: int, *, slurm: Callable[[], str | None]) -> threading.Thread:
@@ -379,29 +172,6 @@ def end_step(
         if time.monotonic() > deadline:
             return False
         sleep(1.0)
-
-
-# --- the guard of a job that a lost node does not end ---
-
-_GUARD_EVERY_S = 20
-
-
-def start_guard(run: RunDirectory, node: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts a step that requeues the job when the node of this process is taken from it; returns its srun.
-
-    With --no-kill a job whose batch script was lost with its node goes on (seen with 22.05): it would end only at its
-    time limit.
-
-    Args:
-        run: the run; its batch log gets the reason.
-        node: the node that the guard runs on, another one than this.
-        env: of the batch script.
-    """
-    arguments = [env["SLURM_JOB_ID"], env["SLURMD_NODENAME"], str(_GUARD_EVERY_S), str(run.logs / "batch.log")]
-    words = ["/bin/sh", "-c", read_template("guard.sh"), "sh", *arguments]
-    command, env = _helper_step(words, [node], env, "--job-name=guard")
-    nowhere = subprocess.DEVNULL
-    return subprocess.Popen(command, env=env, stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd="/")
 
 
 # --- ranks in waiting ---

@@ -44,6 +44,7 @@ from slurm_train.slurm.flags import resource_flags
 from slurm_train.slurm.job_variables import with_gpus_for
 from slurm_train.slurm.records import NO_STEP, StepEnd, step_end
 from slurm_train.slurm.share import Share
+from slurm_train.supervise.asking import require_seen_by_all, run_on_each_node, silent_nodes, start_guard
 from slurm_train.supervise.best_effort import BestEffort, say
 from slurm_train.supervise.continuation import can_avoid
 from slurm_train.supervise.growth import Growth
@@ -64,11 +65,7 @@ from slurm_train.supervise.ranks import (
     end_step,
     note_environment,
     refused_code,
-    require_seen_by_all,
-    run_on_each_node,
     run_step,
-    silent_nodes,
-    start_guard,
     start_step,
 )
 from slurm_train.supervise.staging import stage_python

@@ -23,12 +23,11 @@ from pathlib import Path
 
 import xxhash
 
-from slurm_train.assets import read_template
 from slurm_train.code.imports import installed_paths, is_installed
 from slurm_train.rundir.files import change_times, fsync_file, listed, write_atomic
 from slurm_train.slurm.commands import run_program
+from slurm_train.supervise.asking import ask_nodes
 from slurm_train.supervise.best_effort import say
-from slurm_train.supervise.ranks import run_on_each_node
 
 _ARCHIVES = ".environments_{uid}"
 _LONGEST_S = 900.0
@@ -57,12 +56,15 @@ def stage_python(folder: str, root: Path, nodes: Sequence[str], env: Mapping[str
         if not _is_sealed(archive):
             _write_archive(archive, files, env)
         _remove_old(archive)
-        answers, complaint = _unpack(folder, archive, nodes, env)
+        arguments = [folder, archive.stem, str(archive), str(_seal_of(archive))]
+        answers = ask_nodes("stage_packages.sh", arguments, nodes, env, words=_ANSWERS, timeout_s=_LONGEST_S)
     except (OSError, subprocess.SubprocessError) as err:
         return _refuse(f"{type(err).__name__}: {err}")
     nodes_by_answer: dict[str, list[str]] = {word: [] for word in _ANSWERS}
     for node in nodes:
-        nodes_by_answer[answers.get(node, "silent")].append(node)
+        nodes_by_answer[answers.by_node.get(node, "silent")].append(node)
+    errors = answers.errors.strip().splitlines()
+    complaint = f": {errors[-1]}" if errors else ""
     for word in ("foreign", "open", "silent", "full"):
         named = nodes_by_answer[word]
         if not named:
@@ -185,18 +187,3 @@ def _remove_old(archive: Path) -> None:
         if path not in newest[:_ARCHIVES_KEPT] and time_s < in_use_s:
             _seal_of(path).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-
-
-def _unpack(folder: str, archive: Path, nodes: Sequence[str], env: Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """Returns the answer of each node that answered, and the last error line of srun or tar, "" for none."""
-    program = read_template("stage_packages.sh")
-    words = ["/bin/sh", "-c", program, "sh", folder, archive.stem, str(archive), str(_seal_of(archive))]
-    finished = run_on_each_node(words, nodes, env, timeout_s=_LONGEST_S)
-    answers: dict[str, str] = {}
-    for line in finished.stdout.splitlines():
-        parts = line.split()
-        if len(parts) == 2 and parts[0] in _ANSWERS:
-            answer, node = parts
-            answers[node] = answer
-    errors = finished.stderr.strip().splitlines()
-    return answers, f": {errors[-1]}" if errors else ""
