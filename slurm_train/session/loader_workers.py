@@ -61,7 +61,10 @@ def note_draws() -> None:
             kind.fetch = fetch
         before = stream_positions()
         samples = fetch(fetcher, index)
-        if is_loader_worker() and stream_positions() != before:
+        # Samples whose numbers follow from their place draw the same after a resume.
+        keyed: Any = sys.modules.get("slurm_train.data.mapstyle")
+        is_keyed = keyed is not None and isinstance(fetcher.dataset, keyed.KeyedData)
+        if is_loader_worker() and not is_keyed and stream_positions() != before:
             _has_drawn[0] = 1
         return samples
 

@@ -52,10 +52,10 @@ class Passes:
         self._saved_streams = ""
         """Where the streams of random numbers were in it."""
         self._is_watching = False
-        self._goes_on: bool | None = None
-        """Whether this process reads its first batch since the resume with the streams as they were; None before."""
+        self._goes_on = False
+        """Whether the streams were as in the checkpoint before a batch that this process has read since the resume."""
         self._has_drawn = False
-        """Whether samples that this process has read since the resume have drawn other random numbers."""
+        """Whether samples that this process has read since the resume have drawn random numbers."""
 
     @property
     def has_seen(self) -> bool:
@@ -67,7 +67,7 @@ class Passes:
         # Versions before wrote no lengths and no streams.
         self._saved = [(str(first), int(given), more[0] if more else None) for first, given, *more in saved]
         self._saved_streams = next((more[1] for _, _, *more in saved if len(more) > 1), "")
-        self._goes_on, self._has_drawn = None, False
+        self._goes_on = self._has_drawn = False
         self.watch()
 
     def watch(self) -> None:
@@ -90,8 +90,8 @@ class Passes:
                     ended.is_over = True
                 raise
             if is_compared:
-                self._goes_on = before == self._saved_streams if self._goes_on is None else self._goes_on
-                self._has_drawn |= not self._goes_on and _streams() != before
+                self._goes_on |= before == self._saved_streams
+                self._has_drawn |= _streams() != before
             self._add(iterator, batch)
             return batch
 
@@ -139,7 +139,8 @@ class Passes:
                         f"some samples are used again and others are left out; {_HINT}"
                     )
         goes_through_its_pass = any(present.first == first for present in self._at_step for first, _, _ in saved)
-        if saved and self._at_step and not goes_through_its_pass and (self._has_drawn or samples_draw()):
+        draws_here = self._has_drawn and not self._goes_on
+        if saved and self._at_step and (draws_here or (samples_draw() and not goes_through_its_pass)):
             _, used, _ = saved[0]
             return (
                 f"since the resume, samples of a loader draw other random numbers than in the epoch of which {used} "

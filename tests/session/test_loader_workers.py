@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from slurm_train.data.mapstyle import KeyedData, KeyedNumber
 from slurm_train.rundir.events import message_of
-from slurm_train.session.loader_workers import raise_in_rank
+from slurm_train.session.loader_workers import note_draws, raise_in_rank, samples_draw
 
 # Without the exception the loader would wait for ever; torch's own time-out ends the test then.
 _TIMEOUT_S = 120.0
@@ -93,6 +95,32 @@ def test_other_queues_print_what_they_cannot_send(capfd: pytest.CaptureFixture[s
     process.join(_TIMEOUT_S)
     assert process.exitcode == 0
     assert "cannot pickle 'generator' object" in capfd.readouterr().err
+
+
+class Noise(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.rand(())
+
+
+@pytest.mark.parametrize("is_keyed", [False, True])
+def test_samples_that_draw_are_noted_unless_their_numbers_follow_from_their_place(
+    is_keyed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurm_train.session.loader_workers._has_drawn", mmap.mmap(-1, 1))
+    number = KeyedNumber(0)
+    number.key = 7
+    loader = DataLoader(
+        KeyedData(Noise()) if is_keyed else Noise(),
+        batch_sampler=[[number]],
+        num_workers=1,
+        multiprocessing_context="fork",
+        worker_init_fn=lambda _: note_draws(),
+    )
+    assert len(list(loader)) == 1
+    assert samples_draw() is not is_keyed
 
 
 _STREAM_OF_ITS_OWN = """
