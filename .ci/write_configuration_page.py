@@ -226,13 +226,13 @@ _WORDS = {
     "ContainerSection": "section",
     "dict[str, Count]": "mapping of whole numbers from 1",
     "Count": "whole number from 1",
-    "Degree": "whole number from 1, -1",
+    "PositiveOrAuto": "whole number from 1, -1",
     "Positive": "number above 0",
     "list[Count]": "list of whole numbers from 1",
-    "Whole": "whole number from 0",
-    "Amount": "number from 0",
-    "Share": "number from 0 to 1",
-    "list[Amount]": "list of numbers from 0",
+    "NonNegativeInt": "whole number from 0",
+    "NonNegative": "number from 0",
+    "Fraction": "number from 0 to 1",
+    "list[NonNegative]": "list of numbers from 0",
     "Annotated[float, Bound(1, is_open=True)]": "number above 1",
 }
 

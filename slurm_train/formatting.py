@@ -141,7 +141,7 @@ def exit_code(code: int) -> str:
     return f"{code} (as of signal {number}, {words})" if words else str(code)
 
 
-def share(part: float) -> str:
+def percent(part: float) -> str:
     """Returns "94 %", "0.3 %"."""
     percent = 100 * part
     if 0 < percent < 0.05:

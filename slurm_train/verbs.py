@@ -80,7 +80,7 @@ class Verb:
         module: below slurm_train, with a function `main(words) -> exit code`; or "module:function".
         about: its line in `--help`; "" for what only scripts, shells and other verbs call.
         arguments: its flags and words; None: its words are settings of a run, and it reads them itself.
-        settings: it takes settings besides: "after" its run, or "any" word that is not its own; "" none.
+        settings: "after": key=value words stand beside its RUN; "any": every word that is not its own; "" none.
         examples: shown below its options.
         actions: its actions by name; the chosen one is the attribute `action`.
         is_tool: it stands on the core and could be deleted with its folder.
@@ -577,7 +577,7 @@ def run(words: Sequence[str], *, command: str = COMMAND) -> int:
         words: what was typed.
         command: what was typed before it, and is shown before other words to type.
     """
-    _stand_in_for_passwd()
+    _set_home_without_passwd_entry()
     # What runs a user's code prints as it likes: into logs, which `logs` looks through.
     is_of_job = bool(words) and words[0] in VERBS and words[0] not in (*PUBLIC_VERBS, "complete", "submit")
     with contextlib.nullcontext() if is_of_job else printing_safely(command=command):
@@ -638,7 +638,7 @@ def _print_error(err: SlurmTrainError) -> int:
     return err.exit_code
 
 
-def _stand_in_for_passwd() -> None:
+def _set_home_without_passwd_entry() -> None:
     """Sets HOME and USER for a uid without an entry in passwd, as in containers; libraries fail without them.
 
     The home is "/", as container runtimes have it: nothing is found there, and nothing is written.

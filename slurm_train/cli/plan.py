@@ -15,9 +15,9 @@ from slurm_train.cli.preview import check_inputs, print_rows, read_settings_of
 from slurm_train.cli.terminal import note, working_folder
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import ClusterError, ConfigError
-from slurm_train.formatting import byte_size, count, share, shorten, table
+from slurm_train.formatting import byte_size, count, percent, shorten, table
 from slurm_train.plan.placement import TABLE_HEADER, table_rows, topology_text
-from slurm_train.plan.plan import RunPlan, node_shares, plan_run
+from slurm_train.plan.plan import RunPlan, ask_node_cpus, plan_run
 from slurm_train.plan.preview import plan_rows
 from slurm_train.slurm.site import ask_early, site_of
 from slurm_train.verbs import PUBLIC_VERBS
@@ -106,8 +106,8 @@ def _plan_run(settings: HydraSettings, commands: SlurmCommands, *, env: Mapping[
     from slurm_train.plan.choice import settle_parallel
 
     flags = settings.words
-    shares = node_shares(env, commands)
-    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel, shares=shares)
+    node_cpus = ask_node_cpus(env, commands)
+    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel, node_cpus=node_cpus)
     check_inputs(plan, cwd=cwd)
     _say_variables(plan, env)
     _say_dependency(flags.after, plan, env)
@@ -274,12 +274,12 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
     num_legal, estimates = suggest_layouts(config, world, memory_bytes=int(float(memory) * 2**30))
     if not estimates:
         raise ConfigError(
-            f"none of {num_legal} legal layouts of {world.size} ranks fits into {memory} GiB a device",
+            f"none of {num_legal} legal layouts of {world.num_ranks} ranks fits into {memory} GiB a device",
             hint="use more nodes, a smaller batch.local_size, or parallel.cpu_offload=true",
         )
     machine = f"{FLOPS / 1e12:.0f} TFLOP/s a device, {INSIDE_NODE / 1e9:.0f} GB/s inside a node"
     note(
-        f"  {num_legal:,} legal layouts of {world.size:,} ranks; speed by a simple model: {machine}, "
+        f"  {num_legal:,} legal layouts of {world.num_ranks:,} ranks; speed by a simple model: {machine}, "
         f"{BETWEEN_NODES / 1e9:.0f} GB/s between nodes"
     )
     fastest = max(estimate.tokens_per_s for estimate in estimates if estimate.world == world)
@@ -288,7 +288,7 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
             estimate.label,
             f"{estimate.world.num_nodes}x{estimate.world.ranks_per_node[0]}",
             byte_size(estimate.memory_bytes),
-            share(estimate.tokens_per_s / fastest),
+            percent(estimate.tokens_per_s / fastest),
             estimate.words,
         )
         for estimate in estimates
@@ -353,7 +353,7 @@ def _when(
     from slurm_train.plan.when import HEADER, START_S, limits_of, read_sizes, rows_of
 
     numbers = read_sizes(sizes)
-    typed = plan_run(settings.compose(), cwd=cwd, env=env, shares=node_shares(env, commands))
+    typed = plan_run(settings.compose(), cwd=cwd, env=env, node_cpus=ask_node_cpus(env, commands))
     if not typed.config.uses_cluster:
         raise ConfigError("--when is about jobs of Slurm", hint="name a cluster: plan --when 1-4 +cluster=4x8")
     if not typed.world.is_even:
@@ -440,8 +440,8 @@ class _JobSizes:
         if limit_min is not None and limit_min != limit:
             words.append(f"cluster.time_limit_min={limit_min}")
         composed = self.settings.composer.compose([*_without_time(self.settings.words.overrides, words), *words])
-        shares = node_shares(self.env, self.commands)
-        return plan_run(composed, cwd=self.cwd, env=self.env, settle=settle_parallel, shares=shares)
+        node_cpus = ask_node_cpus(self.env, self.commands)
+        return plan_run(composed, cwd=self.cwd, env=self.env, settle=settle_parallel, node_cpus=node_cpus)
 
 
 def _without_time(overrides: Sequence[str], words: Sequence[str]) -> list[str]:

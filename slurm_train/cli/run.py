@@ -64,7 +64,7 @@ def begin(
         check = require_submission if only_submits else None
         return multirun(flags, words, settings=settings, env=env, cwd=cwd, check=check)
     start = Start(words=words, env=env, say=note, accept=flags.accept, after=flags.after, commands=commands)
-    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel, shares=start.shares)
+    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel, node_cpus=start.node_cpus)
     if only_submits:
         require_submission(plan.config)
     # os.path, since Path.exists raises where a folder above may not be entered.

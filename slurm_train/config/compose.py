@@ -181,7 +181,7 @@ class Composer:
             refuse_secrets(plain)
             _drop_advice_of_model(plain)
             cluster = plain.get("cluster")
-            # `cluster.env.X=1` makes the mapping spring up where no cluster was asked for.
+            # `cluster.env.X=1` alone creates a section of the cluster.
             if isinstance(cluster, dict) and choices.get("cluster") is None and "nodes" not in cluster:
                 raise _unasked_section_error(f"cluster.{next(iter(cluster), '')}")
             _settle_launch(plain)

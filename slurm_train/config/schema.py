@@ -35,27 +35,27 @@ class Bound(NamedTuple):
     least: float
     is_open: bool = False
     """Whether `least` itself is refused."""
-    other: int | None = None
+    sentinel: int | None = None
     """One number below that is taken as well."""
     most: float = float("inf")
 
     def __str__(self) -> str:
         text = f"{'above' if self.is_open else 'at least'} {self.least:g}"
         text += "" if self.most == float("inf") else f" and at most {self.most:g}"
-        return text if self.other is None else f"{text} (or {self.other})"
+        return text if self.sentinel is None else f"{text} (or {self.sentinel})"
 
     def holds(self, value: float) -> bool:
         """Returns whether a field may have this value; NaN never."""
         is_large_enough = value > self.least if self.is_open else value >= self.least
-        return value == self.other or (is_large_enough and value <= self.most)
+        return value == self.sentinel or (is_large_enough and value <= self.most)
 
 
 Count = Annotated[int, Bound(1)]
-Whole = Annotated[int, Bound(0)]
-Degree = Annotated[int, Bound(1, other=-1)]
+NonNegativeInt = Annotated[int, Bound(0)]
+PositiveOrAuto = Annotated[int, Bound(1, sentinel=-1)]
 Positive = Annotated[float, Bound(0, is_open=True)]
-Amount = Annotated[float, Bound(0)]
-Share = Annotated[float, Bound(0, most=1)]
+NonNegative = Annotated[float, Bound(0)]
+Fraction = Annotated[float, Bound(0, most=1)]
 
 KEYWORDS = "keywords"
 """Field of a section that takes keys which no other field has; in mappings they are at the same level as the others."""
@@ -117,9 +117,9 @@ class GroupRule:
     """Numbers of dimensions, e.g. [0, 1] for scalars and vectors; empty: all."""
     lr: Positive | None = None
     """Peak learning rate in place of `optim.lr`."""
-    lr_scale: Amount = 1.0
+    lr_scale: NonNegative = 1.0
     """The same as a multiple of `optim.lr`."""
-    weight_decay: Amount | None = None
+    weight_decay: NonNegative | None = None
     _target_: str | None = None
     """Another optimizer for these."""
     keywords: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class OptimSection:
     _target_: str = "torch.optim.AdamW"
     """Class of the optimizer, of torch or a package; other keys of this section that it takes are its keywords, e.g.
     `optim._target_=torch.optim.SGD optim.lr=0.1 optim.momentum=0.9`."""
-    lr: Amount = 3e-3
+    lr: NonNegative = 3e-3
     """Peak learning rate, tuned for `lr_global_size`."""
     lr_global_size: Count | None = None
     """Global batch that `lr` was tuned for; default: that of the run, so `lr` is not changed."""
@@ -148,17 +148,17 @@ class OptimSection:
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] | dict[str, Any] = "cosine"
     """Shape after the warm-up, counted in samples, so it does not depend on how a batch is split; wsd is constant, then
     linear at the end. `optim.schedule._target_=my_package.my_schedule`: a function of your own, warm-up included."""
-    warmup_samples: Whole | None = None
+    warmup_samples: NonNegativeInt | None = None
     """Samples of linear warm-up; default 5 % of the run."""
-    decay_samples: Whole | None = None
+    decay_samples: NonNegativeInt | None = None
     """Samples of the linear decay at the end of wsd; default 20 % of the run."""
-    min_lr_ratio: Share = 0.1
+    min_lr_ratio: Fraction = 0.1
     """Lowest learning rate after the warm-up, as a fraction of the peak."""
-    betas: list[Amount] = field(default_factory=lambda: [0.9, 0.95])
+    betas: list[NonNegative] = field(default_factory=lambda: [0.9, 0.95])
     """Decay rates of the two moments, for a class that takes `betas` and `eps`."""
-    eps: Amount = 1e-8
+    eps: NonNegative = 1e-8
     """Term that such a class adds to the denominator."""
-    weight_decay: Amount = 0.1
+    weight_decay: NonNegative = 0.1
     """Weight decay of parameters with two or more dimensions (not of norms and biases)."""
     grad_clip_norm: Positive | None = 1.0
     """Largest global gradient norm, applied once per optimizer step; null switches clipping off."""
@@ -257,7 +257,7 @@ class TrainSection:
     follow: str | None = None
     """Scores every checkpoint of the folder `evaluate_from` as it appears, until the run there is over; the text is the
     name of the scores, "" for none. `evaluate --follow` sets it."""
-    sample_tokens: Whole = 200
+    sample_tokens: NonNegativeInt = 200
     """Length of the text that is generated at the end of a run, if the model can generate; 0: none."""
 
     def compiles(self, *, on_gpu: bool) -> bool:
@@ -342,7 +342,7 @@ class PreflightSection:
     """Also measures and compares compute speed and network speed of nodes: about a second, with GPUs up to a minute."""
     only: bool = False
     """Ends after the checks; `doctor +cluster=NxG` sets it."""
-    exclude_bad_nodes_h: Amount = 4.0
+    exclude_bad_nodes_h: NonNegative = 4.0
     """Hours for which later submissions exclude a bad node; 0: they do not."""
 
 
@@ -431,7 +431,7 @@ class TrackSection:
     trackio: TrackioSection = TrackioSection()
     timeout_s: Positive = 120.0
     """Seconds that a tracker may take to start or to accept lines; then it is ended and started again later."""
-    close_timeout_s: Amount = 15.0
+    close_timeout_s: NonNegative = 15.0
     """Seconds that a job waits for its trackers after its ranks have ended; missing lines are sent later."""
 
     @property
@@ -450,18 +450,18 @@ class TrackSection:
 class ParallelSection:
     """Degrees of parallelism; their product is the number of ranks. One may be -1: it is computed."""
 
-    dp_replicate: Degree = -1
+    dp_replicate: PositiveOrAuto = -1
     """Data-parallel replicas (DDP, or the outer axis of HSDP)."""
-    dp_shard: Degree | Literal["auto"] = "auto"
+    dp_shard: PositiveOrAuto | Literal["auto"] = "auto"
     """Shards of the parameters (FSDP2), whose ranks read different samples; auto: 1, unless the included GPT would not
     fit into the GPUs as whole replicas; then as many as needed, of one node if that is enough."""
     auto_shards: Count = 1
     """What `dp_shard=auto` stands for; the plan of a run sets it, anew on other nodes."""
-    tp: Degree = 1
+    tp: PositiveOrAuto = 1
     """Tensor parallel: parts of each matrix, on one node."""
-    pp: Degree = 1
+    pp: PositiveOrAuto = 1
     """Pipeline stages; the micro-batches of `batch.accumulation` flow through them."""
-    cp: Degree = 1
+    cp: PositiveOrAuto = 1
     """Context parallel: parts of each sequence; these ranks also shard the parameters."""
     sequence_parallel: bool = False
     """Divides the positions of norms and residuals among the ranks of `tp`: less memory, not more traffic."""
@@ -497,17 +497,17 @@ class ClusterSection:
     lost."""
     gpus_per_node: Count | list[Count] = 1
     """GPUs, and so ranks, on each node; a list for uneven nodes, in rank order, e.g. [4,2]."""
-    spare_nodes: Whole = 0
+    spare_nodes: NonNegativeInt = 0
     """Further nodes of the allocation that wait: one is used in place of a lost or bad node, without a requeue."""
     launcher: Literal["srun", "torchrun"] = "srun"
     """What starts the ranks: srun, or one torchrun per node, which can restart its ranks."""
-    max_restarts: Whole = 3
+    max_restarts: NonNegativeInt = 3
     """Largest number of restarts of failed ranks by torchrun before the step ends; only with `launcher=torchrun`."""
     cpus_per_gpu: Count | Literal["auto"] | None = "auto"
     """CPUs for each rank; auto: its GPU's equal part of the node, as far as Slurm tells; null: what Slurm gives."""
-    memory_gb_per_node: Whole | None = None
+    memory_gb_per_node: NonNegativeInt | None = None
     """Memory of a node in GiB; 0: all of it; default: that of the partition."""
-    memory_gb_per_gpu: Whole | None = None
+    memory_gb_per_gpu: NonNegativeInt | None = None
     """Memory of a node in GiB for each of its GPUs, instead of `memory_gb_per_node`."""
     partition: str | None = None
     """Partition; default: Slurm's own default."""
@@ -671,9 +671,9 @@ class GptSection:
     context: Count = 256
     num_layers: Count = 4
     num_heads: Count = 4
-    num_kv_heads: Whole = 0
+    num_kv_heads: NonNegativeInt = 0
     width: Count = 160
-    hidden: Whole = 0
+    hidden: NonNegativeInt = 0
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: Positive = 1e-5
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
@@ -681,7 +681,7 @@ class GptSection:
     rope_theta: Positive = 10000.0
     rope_scaling: dict[str, Any] | None = None
     bias: bool = False
-    dropout: Amount = 0.0
+    dropout: NonNegative = 0.0
     tied: bool = True
 
     def __post_init__(self) -> None:
@@ -707,8 +707,8 @@ class ReadingSection:
     """What any `data` may have besides the keywords of its target (`data.build`)."""
 
     heldout: dict[str, Any] | None = None
-    num_workers: Whole | Literal["auto"] = "auto"
-    prefetch: Whole | None = None
+    num_workers: NonNegativeInt | Literal["auto"] = "auto"
+    prefetch: NonNegativeInt | None = None
     keyed_randomness: bool = True
     allow_world_change: bool = False
 

@@ -54,14 +54,14 @@ def settle_parallel(config: RunConfig, world: World, env: Mapping[str, str]) -> 
         return config, ""
     half = in_half(config, on_gpu=has_gpus(config, env))
     # Of a range of nodes the fewest: on more nodes each rank has less.
-    is_range = bool(world.sizes)
+    is_range = bool(world.node_counts)
     world = next(world.possible())
     card = card_of(config, env)
     typed = _way(config, world, half=half)
     if card is None or typed is None or typed.memory_bytes <= USABLE * card.memory_bytes:
         return config, ""
     section = config.parallel
-    shown = solve_layout(section, world_size=world.size)
+    shown = solve_layout(section, world_size=world.num_ranks)
     needed = f"a layout of {shown} needs {byte_size(typed.memory_bytes)} per rank, more than fit into {card}"
     if section.dp_shard != AUTO or section.dp_replicate != -1:
         return config, f"does not fit: {needed}; leave parallel.dp_replicate and dp_shard out, or see `plan --suggest`"

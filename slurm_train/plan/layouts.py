@@ -186,8 +186,8 @@ def suggest_layouts(
     if config.batch.global_size is None and config.batch.accumulation is None:
         # A global batch that does not depend on the layout, and that all ranks share equally.
         share = (config.batch.local_size or 1) * _SAMPLES_PER_RANK
-        most = min(_TOKENS_PER_STEP // (share * alone.positions), world.size)
-        shares = max((part for part in range(1, most + 1) if world.size % part == 0), default=1)
+        most = min(_TOKENS_PER_STEP // (share * alone.positions), world.num_ranks)
+        shares = max((part for part in range(1, most + 1) if world.num_ranks % part == 0), default=1)
         config = replace(config, batch=replace(config.batch, global_size=share * shares))
     legal = list(_legal(config, world))
     num_legal = len({layout for layout, _ in legal})
@@ -248,7 +248,7 @@ def _order(suggestion: Suggestion, *, best: float) -> tuple[int, int, float, int
 def _legal(config: RunConfig, world: World) -> Iterator[tuple[ParallelLayout, LayoutFacts]]:
     """Yields each layout that a run could have, with every way to cut the batch and to compute activations again."""
     first = RECOMPUTES.index(config.parallel.activation_checkpointing)
-    for degrees in _degrees(world.size):
+    for degrees in _degrees(world.num_ranks):
         chosen: dict[str, Any] = {**degrees, "sequence_parallel": degrees["tp"] > 1}
         settings = replace(config.parallel, **chosen)
         asked = replace(config, parallel=settings)

@@ -45,7 +45,7 @@ class World:
 
     ranks_per_node: tuple[int, ...]
     """For a range of nodes, that of the largest world."""
-    sizes: tuple[int, ...] = ()
+    node_counts: tuple[int, ...] = ()
     """For a range of nodes, the numbers of nodes that the run can use, ascending; (): all nodes."""
 
     @property
@@ -54,8 +54,8 @@ class World:
         return len(self.ranks_per_node)
 
     @property
-    def size(self) -> int:
-        """World size: ranks in all."""
+    def num_ranks(self) -> int:
+        """Ranks in all: the world size."""
         return sum(self.ranks_per_node)
 
     @property
@@ -74,20 +74,20 @@ class World:
         if not self.is_even:
             return f"{self.num_nodes} nodes of {' + '.join(map(str, self.ranks_per_node))}"
         count = str(self.num_nodes)
-        if self.sizes == tuple(range(self.fewest_nodes, self.num_nodes + 1)):
+        if self.node_counts == tuple(range(self.fewest_nodes, self.num_nodes + 1)):
             count = f"{self.fewest_nodes} to {self.num_nodes}"
-        elif self.sizes:
-            count = f"{', '.join(map(str, self.sizes[:-1]))} or {self.num_nodes}"
+        elif self.node_counts:
+            count = f"{', '.join(map(str, self.node_counts[:-1]))} or {self.num_nodes}"
         return f"{count} node{'s' * (self.num_nodes > 1)} x {self.ranks_per_node[0]}"
 
     @property
     def fewest_nodes(self) -> int:
         """The smallest number of nodes that the run can use."""
-        return self.sizes[0] if self.sizes else self.num_nodes
+        return self.node_counts[0] if self.node_counts else self.num_nodes
 
     def possible(self) -> Iterator[World]:
         """Yields every world that the run may be trained on, the smallest first."""
-        for count in self.sizes or (self.num_nodes,):
+        for count in self.node_counts or (self.num_nodes,):
             yield World(self.ranks_per_node[:count])
 
 
@@ -150,7 +150,7 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
             ),
         ]
     )
-    return World(per_node, sizes=() if fewest is None else tuple(range(fewest, num_nodes + 1)))
+    return World(per_node, node_counts=() if fewest is None else tuple(range(fewest, num_nodes + 1)))
 
 
 def _read_nodes(nodes: int | str) -> tuple[int | None, int]:
@@ -196,7 +196,7 @@ def count_local_gpus(env: Mapping[str, str], *, devices: Path = Path("/dev"), sy
 
 
 def fitting_world(config: RunConfig, world: World) -> World:
-    """Returns a world without the numbers of nodes that the layout does not fit: with one of them, nodes would be idle.
+    """Drops the numbers of nodes that the layout cannot use fully.
 
     Args:
         config: the run's configuration.
@@ -206,7 +206,7 @@ def fitting_world(config: RunConfig, world: World) -> World:
         ConfigError: the layout does not fit the smallest or the largest number of nodes, so that another range must be
             set; or, under torchrun, a number between them, which torchrun would use anyway.
     """
-    if not world.sizes:
+    if not world.node_counts:
         # A layout that does not fit a fixed number of nodes is refused by `plan_layout`.
         return world
     sizes = list[int]()
@@ -221,7 +221,7 @@ def fitting_world(config: RunConfig, world: World) -> World:
         return world
     is_between = len(sizes) > 1 and (sizes[0], sizes[-1]) == (world.fewest_nodes, world.num_nodes)
     if is_between and config.slurm.launcher == "srun":
-        return replace(world, sizes=tuple(sizes))
+        return replace(world, node_counts=tuple(sizes))
     fit = f"it fits {', '.join(map(str, sizes))} of them" if sizes else "it fits none of them"
     nodes = f"{world.fewest_nodes}-{world.num_nodes}"
     fitting_range = "-".join(map(str, dict.fromkeys([sizes[0], sizes[-1]]))) if sizes else ""
@@ -244,7 +244,7 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
         ConfigError: the degrees do not fit the world, the nodes or the model, or this version cannot do it.
     """
     settings = config.parallel
-    layout = solve_layout(settings, world_size=world.size)
+    layout = solve_layout(settings, world_size=world.num_ranks)
     require_all(
         [
             (

@@ -35,7 +35,7 @@ from slurm_train.config.synonyms import EXPORT_WORDS
 from slurm_train.distributed.master import read_ports
 from slurm_train.errors import BatchError, Check, ConfigError, RunError, require_all
 from slurm_train.formatting import count
-from slurm_train.plan.cpu_share import LEFT_TO_SLURM, CpuShare, NodeShares
+from slurm_train.plan.cpu_part import LEFT_TO_SLURM, CpuPart, NodeCpus
 from slurm_train.plan.placement import World, check_pipeline, fitting_world, plan_layout, plan_world
 from slurm_train.plan.script_words import check_script
 from slurm_train.plan.shell_choices import take_shell_choices
@@ -73,7 +73,7 @@ class RunPlan:
     """Typed keys that the script of the run does not get."""
     chosen: str = ""
     """What `parallel.dp_shard=auto` has chosen and why, or that the layout does not fit; "" where neither applies."""
-    cpus: CpuShare = LEFT_TO_SLURM
+    cpus: CpuPart = LEFT_TO_SLURM
     """What `cluster.cpus_per_gpu=auto` has chosen."""
     hub: tuple[HubFiles, ...] = ()
     """The files that must be in the cache of the Hub before the run is started."""
@@ -87,7 +87,7 @@ class RunPlan:
     @property
     def num_devices(self) -> int:
         """GPUs that the job holds, including those of spare nodes; on CPUs the number of ranks."""
-        return self.world.size + self.config.slurm.spare_nodes * self.world.ranks_per_node[0]
+        return self.world.num_ranks + self.config.slurm.spare_nodes * self.world.ranks_per_node[0]
 
     @property
     def cpus_per_rank(self) -> int | None:
@@ -111,7 +111,7 @@ class RunPlan:
             directory=self.directory,
             path=str(self.run.path),
             world=PlannedWorld(
-                size=self.world.size, ranks_per_node=self.world.ranks_per_node, num_nodes=self.world.sizes
+                size=self.world.num_ranks, ranks_per_node=self.world.ranks_per_node, num_nodes=self.world.node_counts
             ),
             layout=self.layout.as_mapping,
             chosen=self.chosen,
@@ -150,7 +150,7 @@ def plan_run(
     cwd: Path,
     env: Mapping[str, str],
     settle: Settle = leave_open,
-    shares: NodeShares | None = None,
+    node_cpus: NodeCpus | None = None,
 ) -> RunPlan:
     """Returns the plan for a composed configuration; writes nothing. If it names the Hub, the Hub is asked.
 
@@ -161,7 +161,7 @@ def plan_run(
         cwd: directory that a relative `run.root` starts from.
         env: environment, for counting local GPUs and for the choices of the shell.
         settle: chooses settings that are left open.
-        shares: Slurm's answers about nodes, if several runs are planned.
+        node_cpus: Slurm's answers about nodes, if several runs are planned.
 
     Raises:
         ConfigError: an impossible batch, world or name; a script or a repository of the Hub that does not exist.
@@ -177,7 +177,7 @@ def plan_run(
     if config.trains:
         check_groups(config)
     world = plan_world(config, env)
-    check_script(config, cwd, num_ranks=world.size)
+    check_script(config, cwd, num_ranks=world.num_ranks)
     config, chosen = settle(config, world, env)
     world = fitting_world(config, world)
     layout = plan_layout(config, world)
@@ -205,16 +205,16 @@ def plan_run(
     # os.path, since Path.exists raises where a folder above may not be entered.
     if not os.path.exists(run.path):  # noqa: PTH110
         _check_schedule(plan)
-    cpus = _share_cpus(config, world, env, shares)
+    cpus = _cpus_of(config, world, env, node_cpus)
     return replace(plan, from_shell=from_shell, unused_keys=composed.unused_keys, hub=hub, chosen=chosen, cpus=cpus)
 
 
-def _share_cpus(config: RunConfig, world: World, env: Mapping[str, str], shares: NodeShares | None) -> CpuShare:
+def _cpus_of(config: RunConfig, world: World, env: Mapping[str, str], node_cpus: NodeCpus | None) -> CpuPart:
     """Returns the CPUs that `cluster.cpus_per_gpu=auto` stands for in a run."""
     if not config.uses_cluster or config.slurm.cpus_per_gpu != "auto":
         return LEFT_TO_SLURM
-    shares = node_shares(env) if shares is None else shares
-    return shares.share_of(
+    node_cpus = ask_node_cpus(env) if node_cpus is None else node_cpus
+    return node_cpus.part_of(
         config.slurm,
         world,
         is_interactive=config.launch == "interactive",
@@ -223,9 +223,9 @@ def _share_cpus(config: RunConfig, world: World, env: Mapping[str, str], shares:
     )
 
 
-def node_shares(env: Mapping[str, str], commands: SlurmCommands | None = None) -> NodeShares:
+def ask_node_cpus(env: Mapping[str, str], commands: SlurmCommands | None = None) -> NodeCpus:
     """Returns the source of Slurm's answers about nodes; Slurm is asked when an answer is needed."""
-    return NodeShares(commands or SlurmCommands(env), in_allocation="SLURM_JOB_ID" in env)
+    return NodeCpus(commands or SlurmCommands(env), in_allocation="SLURM_JOB_ID" in env)
 
 
 def replan_run(
@@ -282,7 +282,7 @@ def replan_run(
     plan = _assemble(config, world, layout, batch, run=run, directory=old.directory)
     if any(is_below(key, section) for key in typed for section in ("optim", "train", "batch")):
         _check_schedule(plan)
-    cpus = _share_cpus(config, world, env, None)
+    cpus = _cpus_of(config, world, env, None)
     return replace(plan, from_shell=take_shell_choices(config, None, env)[1], chosen=chosen, cpus=cpus)
 
 
@@ -320,7 +320,7 @@ def _check_schedule(plan: RunPlan) -> None:
 
 def _require_cut_for_all(config: RunConfig, world: World, batch: BatchPlan, *, stages: int) -> None:
     """Refuses a global batch that cannot be divided among the ranks of every world that Slurm may grant."""
-    if not world.sizes:
+    if not world.node_counts:
         return
     possible = {size: plan_layout(config, size).data_parallel_size for size in world.possible()}
     for smaller, ranks in possible.items():
@@ -595,10 +595,10 @@ def plan_sweep(
             or runs that cannot be in one sweep.
     """
     plans = list[RunPlan]()
-    shares = node_shares(env)
+    node_cpus = ask_node_cpus(env)
     for index, point in enumerate(points):
         try:
-            plans.append(plan_run(next(composed), cwd=cwd, env=env, settle=settle, shares=shares))
+            plans.append(plan_run(next(composed), cwd=cwd, env=env, settle=settle, node_cpus=node_cpus))
         except ConfigError as err:
             if not point.values:
                 raise
@@ -687,7 +687,7 @@ def _not_packable(plans: Sequence[RunPlan]) -> Iterator[Check]:
         cluster = plan.config.slurm
         request = plan.world.nodes_in_words + (f" and {cluster.spare_nodes} to spare" if cluster.spare_nodes else "")
         yield (
-            plan.world.num_nodes > 1 or bool(plan.world.sizes) or cluster.spare_nodes > 0,
+            plan.world.num_nodes > 1 or bool(plan.world.node_counts) or cluster.spare_nodes > 0,
             f"sweep.pack={pack} shares one node among runs, and {plan.run.name}/{plan.run.run_id} asks for {request}",
             "leave sweep.pack out, or ask for one node each: +cluster=1x1",
         )
@@ -731,8 +731,8 @@ def _not_on_one_gpu(plans: Sequence[RunPlan]) -> Iterator[Check]:
             "leave sweep.runs_per_gpu out: the runs of a pack share the node's CPUs",
         )
         yield (
-            plan.world.size > 1,
-            f"{setting}, and {plan.run.name}/{plan.run.run_id} asks for {plan.world.size} GPUs",
+            plan.world.num_ranks > 1,
+            f"{setting}, and {plan.run.name}/{plan.run.run_id} asks for {plan.world.num_ranks} GPUs",
             "leave sweep.runs_per_gpu out, or ask for one GPU each: +cluster=1x1",
         )
 

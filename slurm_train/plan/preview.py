@@ -22,7 +22,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     config = plan.config
     world = plan.world
     place = world.nodes_in_words if config.uses_cluster else "this machine"
-    rows = [("run", str(plan.run.path)), ("ranks", f"{world.size} = {place}")]
+    rows = [("run", str(plan.run.path)), ("ranks", f"{world.num_ranks} = {place}")]
     if config.trains:
         rows += _training_rows(plan)
     if plan.unused_keys:
@@ -154,12 +154,12 @@ def _lost_node_rows(plan: RunPlan, cluster: ClusterSection) -> list[tuple[str, s
     world = plan.world
     rows = []
     if cluster.spare_nodes:
-        additional = plan.num_devices / world.size - 1
+        additional = plan.num_devices / world.num_ranks - 1
         text = f"{cluster.spare_nodes}, used in place of a lost or bad node: {additional:.0%} more node hours"
         rows.append(("spare nodes", text))
-    if world.sizes:
+    if world.node_counts:
         text = f"the ranks start again on those that are left, {world.fewest_nodes} at least, in the same job"
-        skipped = [count for count in range(world.fewest_nodes, world.num_nodes) if count not in world.sizes]
+        skipped = [count for count in range(world.fewest_nodes, world.num_nodes) if count not in world.node_counts]
         if skipped:
             text += f"; the layout does not fit {', '.join(map(str, skipped))}, of which some wait"
         rows.append(("a lost node", text))

@@ -382,7 +382,7 @@ def estimate_cost(plan: RunPlan, *, limit_min: int | None) -> Cost:
 def measured_speed(plan: RunPlan) -> Speed | None:
     """Returns the step time of this run, else of the newest one that trains the same model in the same world."""
     for run in _runs_like(plan):
-        times = _step_times(run).get(plan.world.size)
+        times = _step_times(run).get(plan.world.num_ranks)
         is_alike = bool(times) and PlanRecord.read(run.plan).batch == plan.record.batch
         if times and is_alike and _does_same_work(run, plan):
             return Speed(median(times), f"{run.name}/{run.run_id}")
@@ -473,7 +473,7 @@ def sweep_rows(plans: Sequence[RunPlan], *, facts: SiteFacts | None, env: Mappin
             replace(plan.config, seed=0, run=RunSection(), optim=optim),
             bool(plan.config.optim.keywords.get("momentum")),
             plan.batch,
-            plan.world.size,
+            plan.world.num_ranks,
         )
         kinds.setdefault(repr(work), []).append(plan)
     alike = list(kinds.values())

@@ -147,7 +147,7 @@ def pace_of(plan: RunPlan, env: Mapping[str, str]) -> Speed | None:
     """
     speeds = measured_speeds(plan)
     if speeds:
-        size = plan.world.size
+        size = plan.world.num_ranks
         # The nearest number of ranks says most.
         nearest = min(speeds, key=lambda ranks: abs(math.log(ranks / size)))
         speed = speeds[nearest]

@@ -20,7 +20,7 @@ from typing import TypeVar
 from slurm_train.code.job_python import is_in_container
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ClusterError
-from slurm_train.plan.cpu_share import CpuShare
+from slurm_train.plan.cpu_part import CpuPart
 from slurm_train.plan.plan import RunPlan
 from slurm_train.request.batch_script import chosen_step_flags, job_request
 from slurm_train.rundir.events import BAD_NODES_PARTS, BadNode, list_file, read_bad_nodes
@@ -168,7 +168,7 @@ def without_chosen_cpus(plan: RunPlan) -> RunPlan | None:
     """Returns a plan that leaves the number of CPUs to Slurm; None if the number was not chosen automatically."""
     if plan.config.slurm.cpus_per_gpu != "auto" or plan.cpus.number is None:
         return None
-    return replace(plan, cpus=CpuShare(None, f"as Slurm gives them: it refuses {plan.cpus.number} per rank"))
+    return replace(plan, cpus=CpuPart(None, f"as Slurm gives them: it refuses {plan.cpus.number} per rank"))
 
 
 def advice(verdict: TestVerdict, request: JobRequest, commands: SlurmCommands, plan: RunPlan | None) -> str:
@@ -477,7 +477,7 @@ def require_room(plan: RunPlan, job: Mapping[str, str]) -> None:
     available = {"nodes": job.get("NumNodes", ""), "CPUs": job.get("NumCPUs", "")}
     if cluster.gpu_flag != "none" and tres:
         available["GPUs"] = str(tres_gpus(tres) or 0)
-    required = {"nodes": world.num_nodes, "GPUs": world.size, "CPUs": world.size * (plan.cpus_per_rank or 1)}
+    required = {"nodes": world.num_nodes, "GPUs": world.num_ranks, "CPUs": world.num_ranks * (plan.cpus_per_rank or 1)}
     # A job that waits may have "2-4"; a running one has a single number.
     missing = [
         f"{available[name]} {name}, {number} asked"

@@ -63,7 +63,7 @@ def job_request(plan: RunPlan, *, default_python: str = sys.executable, package:
     exports = job_environment(config)
     # A line about what the ranks do, without a script's arguments, which may contain a secret.
     name = script_name(config.script) if config.script else str((config.task or {}).get("_target_"))
-    work = f"global batch {plan.batch.as_sum()}" if config.trains else f"{name} on {plan.world.size} ranks"
+    work = f"global batch {plan.batch.as_sum()}" if config.trains else f"{name} on {plan.world.num_ranks} ranks"
     request = JobRequest(
         components=tuple(sbatch_components(plan)),
         title=f"{plan.run.name}/{plan.run.run_id}: {' '.join(work.split())}",
@@ -157,7 +157,7 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
         spares = cluster.spare_nodes
         flags |= _size_flags(plan, replace(group, num_nodes=group.num_nodes + spares))
         # With a range of nodes, sbatch is given no number of tasks, so each node has one task for it.
-        has_whole_node = cluster.launcher == "torchrun" or bool(plan.world.sizes)
+        has_whole_node = cluster.launcher == "torchrun" or bool(plan.world.node_counts)
         cpus = _cpus_per_task(plan, group, has_whole_node=has_whole_node)
         flags |= resource_flags(cluster, per_node=group.ranks_per_node, cpus_per_task=cpus)
         if cluster.outlives_nodes:
@@ -185,7 +185,7 @@ def job_name(plan: RunPlan) -> str:
 
 
 def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:
-    if plan.world.sizes:
+    if plan.world.node_counts:
         # The number of tasks depends on how many nodes Slurm grants. With tasks per node, sbatch would request those of
         # the smallest number of nodes, and Slurm gives a job no more nodes than tasks (22.05).
         return {"nodes": f"{plan.world.fewest_nodes}-{group.num_nodes}"}
@@ -247,7 +247,7 @@ def srun_flags(plan: RunPlan) -> Flags:
         sizes: Flags = {"het-group": ",".join(map(str, range(len(groups))))}
     else:
         sizes = _size_flags(plan, groups[0])
-    if plan.world.sizes:
+    if plan.world.node_counts:
         per_node = _tasks_per_node(plan, groups[0])
         sizes = {"nodes": "{nodes}", "ntasks": "{tasks}", "ntasks-per-node": str(per_node)}
     if cluster.outlives_nodes:

@@ -19,13 +19,18 @@ from slurm_train.config.data_kinds import packs_somewhere
 from slurm_train.config.schema import ContainerSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.share import PACK
+from slurm_train.slurm.pack_slot import PACK
 
 INSIDE = "/opt/slurm_train"
 """Where the host's package is mounted; no other package of the host is visible."""
 # Variables that the supervisor and Slurm set for a rank; the image must not replace them.
-_SET_BY_LAUNCH = (
-    *("SLURM_TRAIN_ATTEMPT", PACK, "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES"),
+_SET_FOR_RANKS = (
+    "SLURM_TRAIN_ATTEMPT",
+    PACK,
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PYTHONUNBUFFERED",
+    "CUDA_VISIBLE_DEVICES",
 )
 # In images with PyTorch, pyxis and its hook set some of them, and a rank that has some of them expects all.
 _TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -89,7 +94,7 @@ class RankCommand:
             "container-image": self._image(container),
             "container-mounts": ",".join(mounts),
             "container-workdir": str(self.run.code),
-            "container-env": ",".join(dict.fromkeys([*_SET_BY_LAUNCH, *variables, *exported])),
+            "container-env": ",".join(dict.fromkeys([*_SET_FOR_RANKS, *variables, *exported])),
         }
 
     def make_mount_points(self) -> None:

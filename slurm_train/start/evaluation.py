@@ -158,9 +158,9 @@ def plan_following(
         words.append(scorer)
     config = apply_words(alone, words, config_dir=config_dir)
     plan = _planned(_with_heldout_samples(config, run, env), env)
-    if scorer is not None and plan.world.size != 1:
+    if scorer is not None and plan.world.num_ranks != 1:
         raise ConfigError(
-            f"a scorer is called once per checkpoint, and {plan.world.size} ranks are asked for",
+            f"a scorer is called once per checkpoint, and {plan.world.num_ranks} ranks are asked for",
             hint="+cluster=1x1; the scorer may start processes itself",
         )
     return plan

@@ -23,7 +23,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
-from slurm_train.plan.plan import RunPlan, node_shares
+from slurm_train.plan.plan import RunPlan, ask_node_cpus
 from slurm_train.plan.shell_choices import take_shell_choices
 from slurm_train.plan.shell_variables import variable_notes
 from slurm_train.request.acceptance import (
@@ -79,7 +79,7 @@ class Start:
         self.accept = accept
         self.after = after
         self.commands = commands or SlurmCommands(env)
-        self.shares = node_shares(env, self.commands)
+        self.node_cpus = ask_node_cpus(env, self.commands)
         """Slurm's answers about nodes, for the plan of the run."""
 
     def dependency(self, config: RunConfig, root: Path) -> str:

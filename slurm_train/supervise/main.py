@@ -26,8 +26,8 @@ from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import scrubbed
+from slurm_train.slurm.pack_slot import PACK, PackSlot
 from slurm_train.slurm.records import StepEnd
-from slurm_train.slurm.share import PACK, Share
 from slurm_train.status.activity import clear_dead_pins
 from slurm_train.supervise.best_effort import BestEffort, say
 from slurm_train.supervise.continuation import continued_job
@@ -132,7 +132,7 @@ def _job_of(
     continues: str | None = None,
     before_requeue: Callable[[], None] = lambda: None,
 ) -> SlurmJob:
-    kind = SlurmJob if Share.from_env(env) is None else PackedJob
+    kind = SlurmJob if PackSlot.from_env(env) is None else PackedJob
     allocation = Allocation.from_env(env)
     return kind(run, allocation, env, retry_s=retry_s, continues=continues, before_requeue=before_requeue)
 

@@ -17,7 +17,7 @@ from slurm_train.supervise.decision import FIRST_DELAY_S
 from slurm_train.supervise.job import SlurmJob
 
 BACK = "back"
-"""Value in place of a share (`slurm.share.PACK`): all runs of the pack have ended, and this one is to continue."""
+"""Value in place of a share (`slurm.pack_slot.PACK`): all runs of the pack have ended, and this one is to continue."""
 
 
 class PackedJob(SlurmJob):

@@ -42,8 +42,8 @@ from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.slurm.allocation import Allocation, cluster_of, compact_nodelist, fewest_cpus, het_job_ids
 from slurm_train.slurm.flags import resource_flags
 from slurm_train.slurm.job_variables import with_gpus_for
+from slurm_train.slurm.pack_slot import PackSlot
 from slurm_train.slurm.records import NO_STEP, StepEnd, step_end
-from slurm_train.slurm.share import Share
 from slurm_train.supervise.asking import require_seen_by_all, run_on_each_node, silent_nodes, start_guard
 from slurm_train.supervise.best_effort import BestEffort, say
 from slurm_train.supervise.continuation import can_avoid
@@ -390,15 +390,15 @@ class SrunStep(Step):
     def _within_share(self, words: list[str]) -> list[str]:
         """Returns the words of srun, limited to the share of the allocation that the run may use."""
         tasks_per_node = max(self.pool.tasks_per_node)
-        share = Share.from_env(self._env)
-        if share is None:
+        slot = PackSlot.from_env(self._env)
+        if slot is None:
             return within_allocation(words, self._env, tasks_per_node=tasks_per_node)
         requested = resource_flags(self._config.slurm, per_node=self.start.world_size)
         gpus = {
             name: str(value) for name, value in requested.items() if name in ("gres", "gpus-per-node", "gpus-per-task")
         }
-        words = within_allocation(words, self._env, tasks_per_node=tasks_per_node * share.num_runs)
-        return share.step_words(words, self._env, gpus)
+        words = within_allocation(words, self._env, tasks_per_node=tasks_per_node * slot.num_runs)
+        return slot.step_words(words, self._env, gpus)
 
     def _start_next(self, attempt: int) -> None:
         path = self._run.logs / f"waiting_{attempt}.log"

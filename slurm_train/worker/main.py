@@ -18,7 +18,7 @@ from slurm_train.rundir.node_disk import kernel_variables
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.signals import StopFlag, hold_continue, install
 from slurm_train.slurm.job_variables import node_name
-from slurm_train.slurm.share import enter_share
+from slurm_train.slurm.pack_slot import enter_slot
 from slurm_train.supervise.ranks import WAITS
 
 
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> NoReturn:
     run = RunDirectory(Path(words[0]))
     if not is_under_torchrun(os.environ):
         # The ranks of torchrun's launcher inherit its share.
-        os.environ.update(enter_share(os.environ))
+        os.environ.update(enter_slot(os.environ))
     # torch reads them from the environment when it is imported, and a user's script inherits them.
     os.environ.update(kernel_variables(os.environ, instead=run.kernels(node_name(os.environ))))
     if WAITS in os.environ:

@@ -31,7 +31,7 @@ from slurm_train.rundir.plan_record import PlannedWorld, PlanRecord
 from slurm_train.session.signals import FENCE_EVERY_S, hold_stop_signals, next_stop_signal
 from slurm_train.slurm.allocation import TaskPlace
 from slurm_train.slurm.devices import visible_gpus
-from slurm_train.slurm.share import enter_share
+from slurm_train.slurm.pack_slot import enter_slot
 from slurm_train.status.failure import last_words
 from slurm_train.supervise.ranks import is_violent
 
@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> NoReturn:
     # Before any thread exists: all threads, and the ranks until they install handlers, inherit the blocked signals.
     hold_stop_signals()
     run = RunDirectory(Path(words[0]))
-    os.environ.update(enter_share(os.environ))
+    os.environ.update(enter_slot(os.environ))
     env = dict(os.environ)
     parent = os.getppid()
     attempt = int(env["SLURM_TRAIN_ATTEMPT"])

@@ -216,7 +216,7 @@ def build_pair(golden: RunDirectory, folder: Path, *, modules: Path, tally: Tall
         batch.write_provenance()
     renew_lease(run.checkpoints, plan.run, most=_MOST_WAITING)
     trainer = Life(run=run, world_size=2, modules=modules, tally=tally)
-    evaluator = EvaluatorLife(run=plan.run, world_size=plan.world.size, modules=modules, tally=tally)
+    evaluator = EvaluatorLife(run=plan.run, world_size=plan.world.num_ranks, modules=modules, tally=tally)
     return Pair(trainer=trainer, evaluator=evaluator)
 
 

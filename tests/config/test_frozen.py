@@ -31,10 +31,10 @@ from slurm_train.config.frozen import (
 from slurm_train.config.schema import (
     ClusterSection,
     ContainerSection,
+    Fraction,
     OptimSection,
     RunConfig,
     RunSection,
-    Share,
     all_keys,
     build_config,
     defaults_of,
@@ -106,7 +106,7 @@ def other_than(value: Any, kind: Any) -> Any:
         return not value if kind is bool else "other"
     if get_origin(kind) in (list, dict):
         return [other_than(None, options[0])] if get_origin(kind) is list else {"A": other_than(None, options[1])}
-    return 0.7 if kind is Share else 7
+    return 0.7 if kind is Fraction else 7
 
 
 def variant(key: str) -> dict[str, Any]:

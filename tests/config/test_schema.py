@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from slurm_train.config.schema import Count, Degree, Positive, RunConfig, build_config
+from slurm_train.config.schema import Count, Positive, PositiveOrAuto, RunConfig, build_config
 from slurm_train.config.synonyms import EXPORT_WORDS
 from slurm_train.errors import ConfigError
 from tests.support.refusals import refusal
@@ -25,7 +25,7 @@ class Sample:
     choice: Literal["a", "b"] = "a"
     counts: Count | list[Count] = 1
     every: Count | Literal["auto"] | None = None
-    degree: Degree = -1
+    degree: PositiveOrAuto = -1
     time_s: Positive | None = None
     words: list[str] = field(default_factory=list)
     open: dict[str, Any] = field(default_factory=dict)

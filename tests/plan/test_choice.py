@@ -26,9 +26,9 @@ def config_of(name: str, *, gpu_type: str | None = "h100", context: int = 8192, 
 
 
 def settled(config: RunConfig, nodes: int, *, sizes: tuple[int, ...] = ()) -> tuple[ParallelLayout, RunConfig, str]:
-    world = World((8,) * nodes, sizes=sizes)
+    world = World((8,) * nodes, node_counts=sizes)
     found, why = settle_parallel(config, world, {})
-    return solve_layout(found.parallel, world_size=world.size), found, why
+    return solve_layout(found.parallel, world_size=world.num_ranks), found, why
 
 
 @pytest.mark.parametrize(

@@ -177,13 +177,13 @@ WORLDS = [
 @pytest.mark.parametrize(("values", "env", "ranks"), WORLDS)
 def test_the_world_that_was_asked_for(values: dict[str, Any], env: dict[str, str], ranks: tuple[int, ...]) -> None:
     world = plan_world(build_config(RunConfig, values), env)
-    assert world == World(ranks) and world.is_even and world.size == sum(ranks)
+    assert world == World(ranks) and world.is_even and world.num_ranks == sum(ranks)
 
 
 def test_uneven_nodes_are_grouped_in_rank_order() -> None:
     config = build_config(RunConfig, {"cluster": {"nodes": 4, "gpus_per_node": [4, 4, 2, 4]}})
     world = plan_world(config, {})
-    assert (world.size, world.is_even) == (14, False)
+    assert (world.num_ranks, world.is_even) == (14, False)
     assert world.groups == (NodeGroup(2, 4), NodeGroup(1, 2), NodeGroup(1, 4))
     assert world.nodes_in_words == "4 nodes of 4 + 4 + 2 + 4"
 
@@ -244,12 +244,12 @@ def ranged(nodes: str, *, launcher: str = "srun", **parallel: int) -> tuple[RunC
 
 def test_of_a_range_of_nodes_the_numbers_that_the_layout_fits_are_used() -> None:
     config, world = ranged("2-5")
-    assert (world.sizes, world.nodes_in_words) == ((2, 3, 4, 5), "2 to 5 nodes x 2")
+    assert (world.node_counts, world.nodes_in_words) == ((2, 3, 4, 5), "2 to 5 nodes x 2")
     assert fitting_world(config, world) == world
     two_or_four = fitting_world(*ranged("2-4", dp_shard=4))
-    assert (two_or_four.sizes, two_or_four.nodes_in_words) == ((2, 4), "2 or 4 nodes x 2")
-    assert [part.size for part in two_or_four.possible()] == [4, 8]
-    assert plan_world(build_config(RunConfig, {"cluster": {"nodes": "3-3"}}), {}).sizes == ()
+    assert (two_or_four.node_counts, two_or_four.nodes_in_words) == ((2, 4), "2 or 4 nodes x 2")
+    assert [part.num_ranks for part in two_or_four.possible()] == [4, 8]
+    assert plan_world(build_config(RunConfig, {"cluster": {"nodes": "3-3"}}), {}).node_counts == ()
 
 
 @pytest.mark.parametrize(

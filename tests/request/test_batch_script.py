@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurm_train.errors import ConfigError
-from slurm_train.plan.cpu_share import CpuShare
+from slurm_train.plan.cpu_part import CpuPart
 from slurm_train.plan.plan import RunPlan
 from slurm_train.request.batch_script import sbatch_components, srun_flags
 from tests.support.plans import make_plan, render_script
@@ -45,7 +45,7 @@ def plan_named(name: str) -> RunPlan:
         return make_plan("/home/user/project", cluster={"nodes": 4, "gpus_per_node": 8})
     if name == "4x8_cpus":
         plan = make_plan("/home/user/project", cluster={"nodes": 4, "gpus_per_node": 8})
-        return replace(plan, cpus=CpuShare(14, "14 per rank"))
+        return replace(plan, cpus=CpuPart(14, "14 per rank"))
     if name == "uneven":
         cluster = EVERYTHING | {"nodes": 3, "gpus_per_node": [4, 2, 2], "nodelist": "node[3,1-2]"}
         return make_plan("/home/user/project", cluster=cluster, batch={"global_size": 32})

@@ -43,7 +43,7 @@ from slurm_train.rundir.node_disk import compile_obstacles
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.devices import installed_gpus, visible_gpus
 from slurm_train.slurm.limits import read_limits
-from slurm_train.slurm.share import Share
+from slurm_train.slurm.pack_slot import PackSlot
 from slurm_train.tools.doctor.facts import DiskFacts, GpuFacts, NodeFacts, RankFacts
 
 _MIB = 1 << 20
@@ -117,8 +117,8 @@ def read_node(
         peer: host name of another node, which decides the route: rank 0's, or any as seen from there.
         probe_port: where this node answers probes.
     """
-    share = Share.from_env(env)
-    are_shared = share is not None and share.num_gpus is not None
+    slot = PackSlot.from_env(env)
+    are_shared = slot is not None and slot.num_gpus is not None
     gpus, num_gpus, driver = read_gpus(visible_gpus(env), are_shared=are_shared)
     return NodeFacts(
         node=place.host,

@@ -116,7 +116,7 @@ def _require_something_to_time(plan: RunPlan) -> None:
                 "leave parallel.* out: a cut model does not fit the smallest size, and sends other things",
             ),
             (
-                not plan.world.is_even or bool(plan.world.sizes),
+                not plan.world.is_even or bool(plan.world.node_counts),
                 f"scaling compares numbers of equal nodes, the command line asks for {plan.world.nodes_in_words}",
                 "give one number of nodes and one number of GPUs for all of them, e.g. +cluster=4x8",
             ),
@@ -125,7 +125,7 @@ def _require_something_to_time(plan: RunPlan) -> None:
                 "scaling gives all ranks equal shares, batch.shares was set",
                 "leave batch.shares out: unequal shares would hide what a slow rank costs",
             ),
-            (plan.world.size == 1, "scaling needs two ranks or more", "write +cluster=NxG, e.g. +cluster=4x8"),
+            (plan.world.num_ranks == 1, "scaling needs two ranks or more", "write +cluster=NxG, e.g. +cluster=4x8"),
         ]
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.plan.cpu_share import LEFT_TO_SLURM, CpuShare, NodeShares
+from slurm_train.plan.cpu_part import LEFT_TO_SLURM, CpuPart, NodeCpus
 from slurm_train.plan.plan import RunPlan, plan_run
 from slurm_train.request.acceptance import acceptable_plans, require_acceptable, without_chosen_cpus
 from slurm_train.request.batch_script import job_request, sbatch_components
@@ -43,8 +43,8 @@ def slurm(*lines: str, settings: dict[str, str] | None = None, **record: str) ->
 
 def plan_of(commands: Any, *, in_allocation: bool = False, launch: str = "slurm", **cluster: Any) -> RunPlan:
     sections = {"cluster": {"nodes": 2, "gpus_per_node": 8, **cluster}, "batch": {"global_size": 48}, "launch": launch}
-    shares = NodeShares(commands, in_allocation=in_allocation)
-    return plan_run(composed(**sections), cwd=Path("/home/user/project"), env={}, shares=shares)
+    node_cpus = NodeCpus(commands, in_allocation=in_allocation)
+    return plan_run(composed(**sections), cwd=Path("/home/user/project"), env={}, node_cpus=node_cpus)
 
 
 def cpus_per_task(plan: RunPlan) -> list[Any]:
@@ -87,7 +87,7 @@ def test_a_rank_asks_for_its_gpus_part_of_the_node(
 def test_runs_that_share_whole_nodes_ask_for_their_part_of_one() -> None:
     commands = slurm(NODE, OverSubscribe="EXCLUSIVE")
     sections: dict[str, Any] = {"cluster": {"nodes": 1, "gpus_per_node": 1}, "sweep": {"pack": 4}}
-    plan = plan_run(composed(**sections), cwd=Path("/home/user"), env={}, shares=NodeShares(commands))
+    plan = plan_run(composed(**sections), cwd=Path("/home/user"), env={}, node_cpus=NodeCpus(commands))
     assert plan.cpus_per_rank == 112 // 4
 
 
@@ -96,11 +96,11 @@ def test_runs_that_share_a_gpu_ask_for_their_part_of_its_cpus() -> None:
         "cluster": {"nodes": 1, "gpus_per_node": 1},
         "sweep": {"pack": 16, "runs_per_gpu": 2},
     }
-    shares = NodeShares(slurm(NODE))
-    plan = plan_run(composed(**sections), cwd=Path("/home/user"), env={}, shares=shares)
+    node_cpus = NodeCpus(slurm(NODE))
+    plan = plan_run(composed(**sections), cwd=Path("/home/user"), env={}, node_cpus=node_cpus)
     assert plan.cpus_per_rank == 112 // 16
     sections["sweep"]["pack"] = 17
-    plan = plan_run(composed(**sections), cwd=Path("/home/user"), env={}, shares=shares)
+    plan = plan_run(composed(**sections), cwd=Path("/home/user"), env={}, node_cpus=node_cpus)
     assert plan.cpus_per_rank is None and plan.cpus.reason == "as Slurm gives them: no node has 9 GPUs"
 
 
@@ -188,10 +188,10 @@ def test_slurm_is_asked_once_for_all_runs_of_a_sweep() -> None:
         return answers
 
     commands.partitions = count  # type: ignore[method-assign]
-    shares = NodeShares(commands)  # type: ignore[arg-type]
+    node_cpus = NodeCpus(commands)  # type: ignore[arg-type]
     cluster, world = plan_of(away(), cpus_per_gpu=1).config.cluster, plan_of(away(), cpus_per_gpu=1).world
     assert cluster is not None
-    parts = {shares.share_of(cluster, world, is_interactive=False) for _ in range(5)}
+    parts = {node_cpus.part_of(cluster, world, is_interactive=False) for _ in range(5)}
     assert [part.number for part in parts] == [14] and len(asked) == 1
 
 
@@ -213,7 +213,7 @@ def test_cpus_that_slurm_refuses_are_left_out() -> None:
     commands.test_only = verdict_on  # type: ignore[method-assign]
     (plan,), script = acceptable_plans([plan_of(commands)], partial(ask, commands))
     assert "--cpus-per-task" not in script and script == scripts[-1]
-    assert plan.cpus == CpuShare(None, "as Slurm gives them: it refuses 14 per rank")
+    assert plan.cpus == CpuPart(None, "as Slurm gives them: it refuses 14 per rank")
     with pytest.raises(ClusterError, match="Requested node configuration"):
         acceptable_plans([plan_of(commands, cpus_per_gpu=14)], partial(ask, commands))
 

@@ -2,7 +2,7 @@
 
 Slurm's own default is one CPU per task at most sites, which the main thread, NCCL's proxy, the reading threads and the
 compiler would share. The site's own default (DefCpuPerGPU) and settings of the person about CPUs are not changed. If
-Slurm does not answer, no number of CPUs is requested. Only `NodeShares` calls Slurm.
+Slurm does not answer, no number of CPUs is requested. Only `NodeCpus` calls Slurm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOT_KNOWN = "as Slurm gives them: it does not say what its nodes have"
 
 
 @dataclass(frozen=True, slots=True)
-class CpuShare:
+class CpuPart:
     """The number of CPUs that `auto` stands for in a run."""
 
     number: int | None = None
@@ -39,7 +39,7 @@ class CpuShare:
     """The reason in words; "" where none is needed."""
 
 
-LEFT_TO_SLURM = CpuShare()
+LEFT_TO_SLURM = CpuPart()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Part:
     reason: str
 
 
-class NodeShares:
+class NodeCpus:
     """A rank's part of the nodes that Slurm knows; Slurm is asked once.
 
     Args:
@@ -62,7 +62,7 @@ class NodeShares:
         self._commands = commands
         self._in_allocation = in_allocation
 
-    def share_of(
+    def part_of(
         self,
         cluster: ClusterSection,
         world: World,
@@ -70,7 +70,7 @@ class NodeShares:
         is_interactive: bool,
         runs_per_node: int = 1,
         runs_per_gpu: int = 1,
-    ) -> CpuShare:
+    ) -> CpuPart:
         """Returns how many CPUs to request for each rank of a run.
 
         Args:
@@ -83,20 +83,20 @@ class NodeShares:
         for key, flags in (("cluster.sbatch", cluster.sbatch), ("cluster.srun", cluster.srun)):
             cpu_flags = [name for name in flags if name.replace("_", "-") in _ABOUT_CPUS]
             if cpu_flags:
-                return CpuShare(None, f"as {key}.{cpu_flags[0]} says")
+                return CpuPart(None, f"as {key}.{cpu_flags[0]} says")
         if cluster.gpu_flag == "none" or (is_interactive and self._in_allocation) or not self._commands.is_available():
             return LEFT_TO_SLURM
         try:
-            return self._share_of(cluster, world, runs_per_node=runs_per_node, runs_per_gpu=runs_per_gpu)
+            return self._part_of(cluster, world, runs_per_node=runs_per_node, runs_per_gpu=runs_per_gpu)
         except ClusterError:
-            return CpuShare(None, _NOT_KNOWN)
+            return CpuPart(None, _NOT_KNOWN)
 
-    def _share_of(self, cluster: ClusterSection, world: World, *, runs_per_node: int, runs_per_gpu: int) -> CpuShare:
+    def _part_of(self, cluster: ClusterSection, world: World, *, runs_per_node: int, runs_per_gpu: int) -> CpuPart:
         requested = cluster.partition or str(cluster.sbatch.get("partition", ""))
         facts = site_of(self._commands).node_facts()
         partitions = chosen_partitions(requested, facts.partitions)
         if facts.problems or not partitions:
-            return CpuShare(None, _NOT_KNOWN)
+            return CpuPart(None, _NOT_KNOWN)
         parts = list[_Part]()
         for partition in partitions:
             site_default = default_cpus_per_gpu(facts.record(partition.name), facts.settings)
@@ -104,15 +104,15 @@ class NodeShares:
                 reason = f"{site_default} per GPU by the site's DefCpuPerGPU, partition {partition.name}"
                 # One task of torchrun needs the CPUs of all its ranks, which it does not get by default.
                 ranks_cpus = max(1, site_default // runs_per_gpu)
-                return CpuShare(ranks_cpus if cluster.launcher == "torchrun" else None, reason)
+                return CpuPart(ranks_cpus if cluster.launcher == "torchrun" else None, reason)
             for component in world.groups:
                 num_gpus = math.ceil(component.ranks_per_node * runs_per_node / runs_per_gpu)
                 parts += _parts(cluster, partition, facts, num_gpus=num_gpus, ranks_per_gpu=runs_per_gpu)
         if not parts:
             num_gpus = math.ceil(max(world.ranks_per_node) * runs_per_node / runs_per_gpu)
-            return CpuShare(None, f"as Slurm gives them: no node has {num_gpus} GPUs")
+            return CpuPart(None, f"as Slurm gives them: no node has {num_gpus} GPUs")
         least = min(parts, key=lambda part: part.cpus)
-        return CpuShare(least.cpus, least.reason)
+        return CpuPart(least.cpus, least.reason)
 
 
 def _parts(

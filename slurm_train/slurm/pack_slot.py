@@ -20,7 +20,7 @@ PACK = "SLURM_TRAIN_PACK"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PackSlot:
     """A run's share of a node that several runs use at a time."""
 
     slot: int
@@ -29,7 +29,7 @@ class Share:
     """GPUs of the job, each of which several runs use; None: each run has GPUs of its own."""
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> Share | None:
+    def from_env(cls, env: Mapping[str, str]) -> PackSlot | None:
         """Returns the share of the run that has this environment; None where it has the whole job."""
         slot, slash, numbers = env.get(PACK, "").partition("/")
         if not slash:
@@ -120,7 +120,7 @@ def times_gpus(gpus: Mapping[str, str], num_gpus: int) -> dict[str, str]:
     return gpu_flags
 
 
-def enter_share(env: Mapping[str, str], *, sys: Path = Path("/sys")) -> dict[str, str]:
+def enter_slot(env: Mapping[str, str], *, sys: Path = Path("/sys")) -> dict[str, str]:
     """Keeps this process to its run's part of GPUs that runs share; returns the variables that say so, or none.
 
     What it starts later inherits both. To be called once, before threads exist and before torch is imported.
@@ -129,11 +129,11 @@ def enter_share(env: Mapping[str, str], *, sys: Path = Path("/sys")) -> dict[str
         env: environment of the step's task.
         sys: where the kernel shows its CPUs.
     """
-    share = Share.from_env(env)
-    if share is None or share.num_gpus is None:
+    slot = PackSlot.from_env(env)
+    if slot is None or slot.num_gpus is None:
         return {}
-    os.sched_setaffinity(0, share.cpus(_cores(os.sched_getaffinity(0), sys)))
-    return share.variables(env)
+    os.sched_setaffinity(0, slot.cpus(_cores(os.sched_getaffinity(0), sys)))
+    return slot.variables(env)
 
 
 def _cores(cpus: Collection[int], sys: Path) -> list[list[int]]:

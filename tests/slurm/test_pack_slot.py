@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.slurm.share import PACK, Share, enter_share
+from slurm_train.slurm.pack_slot import PACK, PackSlot, enter_slot
 
 SRUN = ("srun", "--nodes=1", "--ntasks=2", "--ntasks-per-node=2")
 
@@ -25,15 +25,15 @@ STEPS = [
 
 @pytest.mark.parametrize(("env", "words", "expected"), STEPS)
 def test_a_step_takes_no_more_than_its_share(env: dict[str, str], words: tuple[str, ...], expected: list[str]) -> None:
-    share = Share.from_env({PACK: "2/4"})
-    assert share is not None
-    argv = share.step_words([*SRUN, *words, "python"], env, {"gres": "gpu:a100:2"})
+    slot = PackSlot.from_env({PACK: "2/4"})
+    assert slot is not None
+    argv = slot.step_words([*SRUN, *words, "python"], env, {"gres": "gpu:a100:2"})
     assert argv == ["srun", "--exact", "--gres=gpu:a100:2", *expected, *SRUN[1:], *words, "python"]
 
 
 @pytest.mark.parametrize("env", [{}, {PACK: "back"}])
 def test_a_run_that_has_the_whole_job_has_no_share(env: dict[str, str]) -> None:
-    assert Share.from_env(env) is None
+    assert PackSlot.from_env(env) is None
 
 
 SHARED_STEPS = [
@@ -49,20 +49,20 @@ SHARED_STEPS = [
 def test_the_step_of_a_run_that_shares_a_gpu_overlaps_with_the_others(
     gpus: dict[str, str], words: tuple[str, ...], expected: list[str]
 ) -> None:
-    share = Share.from_env({PACK: "2/8/4"})
-    assert share is not None
+    slot = PackSlot.from_env({PACK: "2/8/4"})
+    assert slot is not None
     env = {"SLURM_MEM_PER_NODE": "65536", "SLURM_JOB_CPUS_PER_NODE": "16"}
-    argv = share.step_words([*SRUN, *words, "python"], env, gpus)
+    argv = slot.step_words([*SRUN, *words, "python"], env, gpus)
     everything = ["--overlap", "--exact", *expected, "--mem=8192", "--cpus-per-task=16"]
     assert argv == ["srun", *everything, *SRUN[1:], "python"]
 
 
-def shares(num_runs: int, num_gpus: int) -> list[Share]:
-    return [Share(slot, num_runs, num_gpus) for slot in range(num_runs)]
+def slots(num_runs: int, num_gpus: int) -> list[PackSlot]:
+    return [PackSlot(slot, num_runs, num_gpus) for slot in range(num_runs)]
 
 
 def test_runs_are_spread_over_the_gpus() -> None:
-    assert [share.gpu for share in shares(5, 3)] == [0, 1, 2, 0, 1]
+    assert [slot.gpu for slot in slots(5, 3)] == [0, 1, 2, 0, 1]
     env = {
         "CUDA_VISIBLE_DEVICES": "4,MIG-7,6",
         "ROCR_VISIBLE_DEVICES": "0",
@@ -70,12 +70,12 @@ def test_runs_are_spread_over_the_gpus() -> None:
         "SLURM_CPUS_ON_NODE": "16",
         "SLURM_CPUS_PER_TASK": "16",
     }
-    assert Share(4, 5, 3).variables(env) == {
+    assert PackSlot(4, 5, 3).variables(env) == {
         "CUDA_VISIBLE_DEVICES": "MIG-7",
         "SLURM_GPUS_ON_NODE": "1",
         "SLURM_CPUS_PER_TASK": "3",
     }
-    assert Share(4, 5, 3).variables({}) == {}
+    assert PackSlot(4, 5, 3).variables({}) == {}
 
 
 CORES = [
@@ -92,7 +92,7 @@ def test_runs_of_a_gpu_have_cores_of_their_own(
     num_runs: int, num_gpus: int, num_cores: int, expected: list[set[int]]
 ) -> None:
     cores = [(core, core + 100) for core in range(num_cores)]
-    cpus = [share.cpus(cores) for share in shares(num_runs, num_gpus)]
+    cpus = [slot.cpus(cores) for slot in slots(num_runs, num_gpus)]
     assert cpus == [{cpu for core in own for cpu in cores[core]} for own in expected]
 
 
@@ -104,8 +104,8 @@ def test_a_rank_keeps_to_whole_cores_of_those_that_it_has(tmp_path: Path, monkey
         folder = tmp_path / f"devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{threads}\n")
-    assert enter_share({PACK: "1/2/1", "CUDA_VISIBLE_DEVICES": "3"}, sys=tmp_path) == {"CUDA_VISIBLE_DEVICES": "3"}
-    assert enter_share({PACK: "0/2/1"}, sys=tmp_path / "of a container") == {}
+    assert enter_slot({PACK: "1/2/1", "CUDA_VISIBLE_DEVICES": "3"}, sys=tmp_path) == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert enter_slot({PACK: "0/2/1"}, sys=tmp_path / "of a container") == {}
     assert bound == [{2, 6}, {1, 2}]
 
 
@@ -114,4 +114,4 @@ def test_a_rank_with_gpus_of_its_own_leaves_what_slurm_gave(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("it was bound"))
-    assert enter_share(env) == {}
+    assert enter_slot(env) == {}
