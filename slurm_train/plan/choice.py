@@ -49,7 +49,7 @@ def settle_parallel(config: RunConfig, world: World, env: Mapping[str, str]) -> 
     """
     if config.parallel.dp_shard == AUTO:
         config = replace(config, parallel=replace(config.parallel, auto_shards=1))
-    typed = _way(config, world, half=False) if config.trains else None
+    typed = _way(config, world, half=False)
     if typed is None or typed.memory_bytes < _FITS_ANYWHERE:
         return config, ""
     half = in_half(config, on_gpu=has_gpus(config, env))

@@ -177,7 +177,7 @@ def suggest_layouts(
             hint=f"ask for equal ones, e.g. cluster.gpus_per_node={min(world.ranks_per_node)}",
         )
     one_rank = solve_batch(config.batch, ranks=1)
-    alone = facts_of(config, ParallelLayout(), one_rank, half=False) if config.trains else None
+    alone = facts_of(config, ParallelLayout(), one_rank, half=False)
     if alone is None:
         raise ConfigError(
             "there is no estimate for this model, so no layout can be suggested",

@@ -375,8 +375,8 @@ class LayoutFacts:
 
 
 def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan, *, half: bool) -> LayoutFacts | None:
-    """Returns what the estimates are computed from; None for a model other than the shipped GPT."""
-    shape = GptShape.of(config.model or {})
+    """Returns what the estimates are computed from; None for a model other than the shipped GPT, or no training."""
+    shape = GptShape.of(config.model or {}) if config.trains else None
     if shape is None:
         return None
     positions = positions_of(config.data, default=shape.context)

@@ -156,7 +156,7 @@ def pace_of(plan: RunPlan, env: Mapping[str, str]) -> Speed | None:
         return Speed(speed.step_s * nearest / size, f"{speed.source} with {nearest} ranks")
     config = plan.config
     on_gpu = has_gpus(config, env)
-    facts = facts_of(config, plan.layout, plan.batch, half=in_half(config, on_gpu=on_gpu)) if config.trains else None
+    facts = facts_of(config, plan.layout, plan.batch, half=in_half(config, on_gpu=on_gpu))
     if facts is None or not on_gpu:
         return None
     tokens = plan.batch.global_size * facts.positions

@@ -53,6 +53,22 @@ def test_a_run_of_a_sweep_is_the_run_that_it_would_be_alone(shell: Shell) -> Non
     assert (the_sweep(shell).code / "000").is_dir()
 
 
+@pytest.mark.parametrize("words", ["+cluster=1x8", SWEEP])
+def test_a_python_that_no_job_will_find_is_refused(words: str, shell: Shell) -> None:
+    shell.patch.setattr("slurm_train.code.job_python._OF_ONE_COMMAND", re.compile("python"))
+    done = shell.types(words)
+    assert done.code == 2 and "is gone when `uv run` ends" in done.err
+    assert not list(shell.folder.glob("runs/*"))
+
+
+def test_what_a_person_has_put_into_the_scripts_is_in_the_array_of_the_continued_sweep(shell: Shell) -> None:
+    for element in read_table(shell.submits_sweep(SWEEP)):
+        script = element.run.submit_script
+        script.write_text(script.read_text().replace("#SBATCH --requeue\n", "#SBATCH --requeue\n#SBATCH -C 'a b'\n"))
+    assert shell.types(f"resume {the_sweep(shell).sweep_id}").code == 0
+    assert "\n#SBATCH -C 'a b'\n" in the_sweep(shell).array(1).script.read_text()
+
+
 def test_the_same_sweep_again_submits_only_what_is_missing(shell: Shell) -> None:
     shell.submits_sweep(SWEEP)
     for index in (0, 4):
