@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,11 +26,12 @@ from torch.distributed import ProcessGroup
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank, rank_in, size_of
 from slurm_train.checkpoint.manifest import MODEL, text_of_tensor
 from slurm_train.checkpoint.state import Optimizers, training_state
+from slurm_train.checkpoint.tree import filtered, full_name, leaves_of
 from slurm_train.errors import RunError
 from slurm_train.formatting import shorten
 
-CALLBACKS = "callbacks"
-"""Key of the callbacks' tensors in a training state."""
+OTHERS = "callbacks"
+"""Key of what is saved beside model and optimizers in a training state, as checkpoints have it."""
 
 _SMALL = 1024
 """A replicated tensor of up to so many bytes is written by the first rank that holds it."""
@@ -173,8 +174,8 @@ def describe(state: Mapping[str, Any], *, values: Mapping[str, Any] | None = Non
     holdings: Holdings = {}
     for path, value in leaves_of(state):
         holdings.setdefault(path[0], {})[full_name(path)] = _leaf_of(value)
-    for path, _ in leaves_of({CALLBACKS: values or {}}):
-        holdings.setdefault(CALLBACKS, {})[full_name(path)] = Leaf(_VALUE)
+    for path, _ in leaves_of({OTHERS: values or {}}):
+        holdings.setdefault(OTHERS, {})[full_name(path)] = Leaf(_VALUE)
     return holdings
 
 
@@ -273,21 +274,6 @@ def weights_in(state: Mapping[str, Any]) -> dict[str, str]:
     return _of_model({name: leaf.kind for name, leaf in leaves.items() if leaf.is_tensor})
 
 
-def leaves_of(state: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields what is no dictionary in a nested one, with its path."""
-    for key, value in state.items():
-        path = (*prefix, str(key))
-        if isinstance(value, dict):
-            yield from leaves_of(value, path)
-        else:
-            yield path, value
-
-
-def full_name(path: Sequence[object]) -> str:
-    """Returns the full name of a leaf, as torch writes it."""
-    return ".".join(map(str, path))
-
-
 def _of_model(tensors: Mapping[str, str]) -> dict[str, str]:
     weights = ((name, kind) for name, kind in tensors.items() if name.startswith(MODEL))
     return {name.removeprefix(MODEL): kind for name, kind in weights}
@@ -361,7 +347,7 @@ def _lacking(part: str, leaf: Leaf, holders: frozenset[int], stages: Sequence[in
     """Returns the ranks that do not hold what they have to."""
     if leaf.shards:
         return []  # whether the parts make up the whole is seen when they are planned
-    if part == CALLBACKS:
+    if part == OTHERS:
         return [] if leaf.is_tensor or 0 in holders else [0]
     of_stages = {stages[rank] for rank in holders}
     return [rank for rank, stage in enumerate(stages) if stage in of_stages and rank not in holders]
@@ -377,15 +363,3 @@ def _ranks(ranks: Sequence[int]) -> str:
             runs.append([rank])
     shown = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
-
-
-def filtered(state: dict[str, Any], is_kept: Callable[[str], bool], prefix: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Gives a nested dictionary with some of its leaves, which are asked for by their full names."""
-    part: dict[str, Any] = {}
-    for key, value in state.items():
-        path = (*prefix, str(key))
-        if isinstance(value, dict):
-            part[key] = filtered(value, is_kept, path)
-        elif is_kept(full_name(path)):
-            part[key] = value
-    return part

@@ -74,28 +74,19 @@ class Filling:
         if self.is_saved:
             return Saved(self.staging, manifest=None)
         try:
-            return self.commit(write(), last=last)
+            return self._commit(write(), last=last)
         except SlurmTrainError:
             # All ranks have stopped writing when they raise.
             self.discard()
             raise
 
-    def commit(self, records: Sequence[Records], *, last: Callable[[], Records] | None = None) -> Saved:
-        """Gives the directory its name and removes older checkpoints. Collective.
-
-        Args:
-            records: what each rank has written, durable, in rank order.
-            last: see `end`.
-
-        Raises:
-            SlurmTrainError: on every rank.
-        """
+    def _commit(self, records: Sequence[Records], *, last: Callable[[], Records] | None) -> Saved:
         place = self.place
         group = self.group
         staging = self.staging
         if place.node is not None and last is not None:
             # The leaders of all nodes list it.
-            return self.commit([records[0] | on_rank_zero(group, last), *records[1:]])
+            return self._commit([records[0] | on_rank_zero(group, last), *records[1:]], last=None)
         here = {
             name for node, of_rank in zip(self.nodes, records, strict=True) if node == place.node for name in of_rank
         }
@@ -177,30 +168,6 @@ def begin_filling(
         answers=[said for *_, said in openings],
         protect=protect,
     )
-
-
-def fill(
-    place: Place,
-    header: CheckpointHeader,
-    write: Callable[[Path], list[Records]],
-    *,
-    group: Group | None,
-    protect: Collection[str] = (),
-) -> Saved:
-    """Has a fresh directory of a place filled, commits it, and removes older checkpoints. Collective.
-
-    Args:
-        place: as for `begin_filling`, like `header`, `group` and `protect`.
-        header: see there.
-        write: collective; writes this rank's files into the directory, durable, and returns all ranks' records.
-        group: see there.
-        protect: see there.
-
-    Raises:
-        SlurmTrainError: on every rank; what was written is removed.
-    """
-    filling = begin_filling(place, header, group=group, protect=protect)
-    return filling.end(lambda: write(filling.staging))
 
 
 def _commit_and_prune(

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from slurm_train.checkpoint.agreement import as_agreed, on_every_rank, on_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.commit import Place, Pruned
-from slurm_train.checkpoint.filling import Records, Saved, fill
+from slurm_train.checkpoint.filling import Records, Saved, begin_filling
 from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file, digest_of
 from slurm_train.checkpoint.verify import newest_committed_step, read_manifest, survey, wait_until_visible
 from slurm_train.errors import CheckpointError, UnknownCheckpointError
@@ -207,7 +207,8 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
                 raise CheckpointError("; ".join(dict.fromkeys(lost)), hint=_LOST_HINT)
         return records
 
-    return fill(run, manifest, copy_all, group=group)
+    filling = begin_filling(run, manifest, group=group)
+    return filling.end(lambda: copy_all(filling.staging))
 
 
 def _find(place: NodePlace, manifest: Manifest) -> Path | None:

@@ -8,13 +8,11 @@ same, else for each rank.
 from __future__ import annotations
 
 import io
-import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -22,56 +20,47 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from slurm_train.checkpoint.agreement import on_every_rank, rank_in, size_of
+from slurm_train.checkpoint.agreement import rank_in, size_of
 from slurm_train.checkpoint.choice import Choice
-from slurm_train.checkpoint.division import (
-    CALLBACKS,
-    Agreement,
-    Division,
-    filtered,
-    full_name,
-    leaves_of,
-    own_part,
-    own_tensors,
-)
-from slurm_train.checkpoint.encoding import decode, encode, plain_number
-from slurm_train.checkpoint.load import load_rank_state, load_tensors
+from slurm_train.checkpoint.division import OTHERS, Agreement, Division, own_part, own_tensors
+from slurm_train.checkpoint.load import load_rank_state
 from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader, Manifest
 from slurm_train.checkpoint.optimizer_steps import OptimizerSteps
+from slurm_train.checkpoint.parts import PER_RANK, Generator, GeneratorState, Stateful, StateParts
 from slurm_train.checkpoint.readers import (
-    go_to_epoch,
     has_schedule,
     holds_schedule,
-    is_at_end_of_pass,
     may_know_place,
     require_moved,
     require_whole_state,
 )
-from slurm_train.checkpoint.replicas import digest, parts_of_ranks, require_replicas
+from slurm_train.checkpoint.replicas import differing_states, digest, parts_of_ranks, require_replicas
 from slurm_train.checkpoint.saves import Content
 from slurm_train.checkpoint.state import (
     buffer_shapes,
-    merge_state,
     module_states,
     names_of_groups,
-    on_host,
     plain_names,
     require_known_state,
     require_loadable,
     require_loadable_states,
     saved_buffers,
-    split_state,
     take_extra_states,
     training_state,
 )
 from slurm_train.checkpoint.switches import Switches
 from slurm_train.checkpoint.training import MADE_BUFFERS, restore_training
+from slurm_train.checkpoint.tree import (
+    encode,
+    filtered,
+    on_host,
+    plain_number,
+    split_state,
+)
 from slurm_train.checkpoint.unsaved import UnsavedState
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
 
-PER_RANK = "per_rank"
-"""Key in a manifest's `extra`: objects whose state each rank has saved for itself."""
 OWN_BUFFERS = "own_buffers"
 """Key in a manifest's `extra`, and among a rank's states: buffers of the model that each rank has saved for itself."""
 OWN_STATE = "own_state"
@@ -83,51 +72,6 @@ _LATER_GROUPS = "later_groups"
 # By name, since importing them takes long. What they hold looks like the whole, and is a part.
 _OF_PARTS = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer", "DeepSpeedEngine")
 _OPTIMIZERS = "optimizers"
-_OTHERS = "others"
-
-
-Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
-class Stateful(Protocol):
-    """What has a state: a schedule, a scaler, an average of weights, a loader."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns it."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Takes it over."""
-
-
-class _OfGenerator:
-    """A generator of random numbers as an object with a state."""
-
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what comes next of it."""
-        generator = self._generator
-        if isinstance(generator, torch.Generator):
-            return {"state": generator.get_state()}
-        if isinstance(generator, np.random.Generator):
-            return {"state": generator.bit_generator.state}
-        if isinstance(generator, np.random.RandomState):
-            return {"state": generator.get_state(legacy=False)}
-        return {"state": generator.getstate()}
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes it over."""
-        generator, state = self._generator, state_dict["state"]
-        if isinstance(generator, torch.Generator):
-            generator.set_state(state.cpu())
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = state
-        elif isinstance(generator, np.random.RandomState):
-            generator.set_state(state)
-        else:
-            generator.setstate(state)
 
 
 class ProgramState:
@@ -153,9 +97,10 @@ class ProgramState:
     ) -> None:
         self._model = model
         self._optimizers = optimizers
-        self._others = {
-            name: _OfGenerator(other) if isinstance(other, _GENERATORS) else other for name, other in others.items()
-        }
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._parts = StateParts(key="others", group=group, device=self.device)
+        for name, other in others.items():
+            self._parts.add(name, other)
         self._group = group
         self._division = Division(group=group)
         self.require_savable()
@@ -174,7 +119,6 @@ class ProgramState:
         self._is_resumed = False
         self._begin_of_streams: dict[str, str] = {}
         self._note_streams()
-        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
     def content(self, header: CheckpointHeader, *, more: Mapping[str, Any]) -> Content:
         """Returns what this rank writes of this moment. Collective.
@@ -190,33 +134,18 @@ class ProgramState:
         self.require_savable()
         state = training_state(self._model, self._optimizers, makes_state=False)
         take_extra_states(state["model"])
-        states = {name: encode(other.state_dict()) for name, other in self._others.items()}
-        # A module changes its buffers on each rank by itself, and so does an average of modules.
-        buffers = {
-            name: saved_buffers(other).keys() for name, other in self._others.items() if isinstance(other, nn.Module)
-        }
-        compared = {
-            name: {key: value for key, value in state.items() if key not in buffers.get(name, ())}
-            for name, state in states.items()
-        }
-        per_rank = self._differing(compared)
-        averaged = [full_name((CALLBACKS, name, key)) for name, keys in buffers.items() for key in keys]
-        tensors, values = split_state(states)
-        for name in per_rank:
-            own, tensors[name] = _take_plain(tensors.get(name, {}))
-            values[name] = merge_state(values[name], own)
-        tensors = {name: inner for name, inner in tensors.items() if inner}
-        if tensors:
-            state[CALLBACKS] = tensors
+        parts = self._parts.content()
+        if parts.tensors:
+            state[OTHERS] = parts.tensors
         own_buffers = self._own_buffers()
         shapes = buffer_shapes(self._model)
-        state, own_state, agreed = self._agree(state, of_first_rank=[MODEL + name for name in shapes] + averaged)
+        state, own_state, agreed = self._agree(
+            state, of_first_rank=[MODEL + name for name in shapes] + parts.of_first_rank
+        )
         require_replicas(self._model, group=self._group)
-        if rank_in(self._group):
-            values = {name: values[name] for name in per_rank}
         made = sorted(name for name, shape in shapes.items() if self._buffers.get(name) != shape)
         kinds = [type(optimizer).__name__ for optimizer in self._optimizers]
-        extra = {**header.extra, _OPTIMIZERS: kinds, PER_RANK: per_rank}
+        extra = {**header.extra, _OPTIMIZERS: kinds, PER_RANK: parts.per_rank}
         extra |= {MADE_BUFFERS: made} if made else {}
         extra |= {OWN_BUFFERS: sorted(own_buffers)} if own_buffers else {}
         extra |= {OWN_STATE: sorted(self._own_state)} if self._own_state else {}
@@ -226,7 +155,7 @@ class ProgramState:
             rank_state={
                 **more,
                 "extra": module_states(self._model)["extra"],
-                _OTHERS: on_host(values),
+                self._parts.key: on_host(self._parts.own_values(parts)),
                 OWN_BUFFERS: on_host(own_buffers),
                 OWN_STATE: on_host(own_state),
                 _SWITCHES: self._switches.changed(),
@@ -261,14 +190,7 @@ class ProgramState:
         is_same_size = manifest.world_size == size_of(self._group)
         of_first = load_rank_state(choice.path, 0) or {}
         own = load_rank_state(choice.path, rank_in(self._group))
-        per_rank = manifest.extra.get(PER_RANK, [])
-        lost = sorted(self._others.keys() & set(per_rank))
-        if lost and not is_same_size:
-            raise RunError(
-                f"each of the {manifest.world_size} ranks has saved its own state of {shorten(lost)}, and there are "
-                f"{size_of(self._group)} ranks now",
-                hint=f"resume on {manifest.world_size} ranks; or leave it out of `training(...)`, and it begins anew",
-            )
+        self._parts.require_ranks(manifest)
         own_state = manifest.extra.get(OWN_STATE, [])
         own_state_of_rank = (own or {}).get(OWN_STATE, {})
         if own_state and not is_same_size:
@@ -295,8 +217,7 @@ class ProgramState:
         self._switches.set(of_first.get(_SWITCHES, {}))
         self._restore_own_state(manifest, own_state_of_rank)
         notes += self._restore_own_buffers(manifest, (own or {}).get(OWN_BUFFERS, {}))
-        values = {**of_first.get(_OTHERS, {}), **((own or {}).get(_OTHERS, {}) if lost else {})}
-        notes += self._restore_others(choice, values, described=described)
+        notes += self._parts.restore(choice, described=described)
         self._is_resumed = True
         self._unsaved = self._first_state()
         self._note_streams()
@@ -351,19 +272,19 @@ class ProgramState:
         """
         self.require_savable()
         self._require_loadable()
-        for name, other in self._others.items():
+        for name, other in self._parts.objects.items():
             if name in self._begin_of_streams:
                 has_moved = digest(encode(other.state_dict())) != self._begin_of_streams[name]
                 require_moved(name, other, has_moved=has_moved)
         notes = self.look_before_save()
-        others = [other for other in self._others.values() if not isinstance(other, _OfGenerator)]
+        others = [other for other in self._parts.objects.values() if not isinstance(other, GeneratorState)]
         scheduled = [type(optimizer).__name__ for optimizer in self._optimizers if has_schedule(optimizer)]
         if scheduled and not any(holds_schedule(other) for other in others):
             notes.append(
                 f"the learning-rate schedule of {scheduled[0]} is in no checkpoint: after a resume it begins anew "
                 "unless the program sets it to its step; hand it over: training(model, optimizer, schedule=schedule)"
             )
-        places = [name for name, other in self._others.items() if may_know_place(other)]
+        places = [name for name, other in self._parts.objects.items() if may_know_place(other)]
         if self._is_resumed and not has_order and not has_pass and places:
             notes.append(
                 f"since the resume, the program reads its samples by its own code and the state of {shorten(places)}: "
@@ -378,14 +299,14 @@ class ProgramState:
 
     def _first_state(self) -> UnsavedState:
         """Returns what no checkpoint will have, as it is before the first step."""
-        others = {name: other for name, other in self._others.items() if not isinstance(other, _OfGenerator)}
+        others = {name: other for name, other in self._parts.objects.items() if not isinstance(other, GeneratorState)}
         return UnsavedState(self._model, others)
 
     def _note_streams(self) -> None:
         """Keeps what the states of streams are before the first step."""
         self._begin_of_streams = {
             name: digest(encode(other.state_dict()))
-            for name, other in self._others.items()
+            for name, other in self._parts.objects.items()
             if isinstance(other, IterableDataset)
         }
 
@@ -399,7 +320,7 @@ class ProgramState:
             for group in optimizer.param_groups:
                 settings = {key: plain_number(value) for key, value in group.items() if key != "params"}
                 _require_loadable(settings, f"a group of {type(optimizer).__name__}")
-        for name, other in self._others.items():
+        for name, other in self._parts.objects.items():
             _require_loadable(split_state(encode(other.state_dict()))[1], f"the state of {name}")
 
     def require_savable(self) -> None:
@@ -424,7 +345,7 @@ class ProgramState:
             )
         stateless = [
             name
-            for name, other in self._others.items()
+            for name, other in self._parts.objects.items()
             if not callable(getattr(other, "state_dict", None)) or not callable(getattr(other, "load_state_dict", None))
         ]
         if stateless:
@@ -432,7 +353,7 @@ class ProgramState:
                 f"{shorten(stateless)} has no state_dict or no load_state_dict, so nothing of it could be saved",
                 hint="hand over the object that has them, or give its class the two methods",
             )
-        for name, other in self._others.items():
+        for name, other in self._parts.objects.items():
             require_whole_state(name, other)
         for optimizer in self._optimizers:
             require_known_state(optimizer)
@@ -541,7 +462,7 @@ class ProgramState:
             for name, buffer in saved_buffers(self._model).items()
             if not name.startswith(tuple(broadcast)) and not hasattr(buffer, "placements")
         }
-        differing = self._differing({name: {"": buffer} for name, buffer in buffers.items()})
+        differing = differing_states({name: {"": buffer} for name, buffer in buffers.items()}, group=self._group)
         return {name: buffers[name] for name in differing}
 
     def _restore_own_buffers(self, manifest: Manifest, own: Mapping[str, Tensor]) -> list[str]:
@@ -558,62 +479,6 @@ class ProgramState:
                 if plain(name) in own:
                     buffer.copy_(own[plain(name)])
         return []
-
-    def _differing(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Returns the names of the objects whose states differ from rank to rank. Collective."""
-        digests = on_every_rank(self._group, lambda: {name: digest(state) for name, state in states.items()})
-        names = {name for of_rank in digests for name in of_rank}
-        missing = sorted(name for name in names if any(name not in of_rank for of_rank in digests))
-        if missing:
-            raise RunError(
-                f"some ranks have handed over {shorten(missing)}, and others have not",
-                hint="call `training` alike on all ranks",
-            )
-        return sorted(name for name in names if len({of_rank[name] for of_rank in digests}) > 1)
-
-    def _restore_others(self, choice: Choice, values: Mapping[str, Any], *, described: Any) -> list[str]:
-        """Gives the further objects their states; returns notes for the user."""
-        from slurm_train.checkpoint.tensors import tensor_shapes
-
-        saved = tensor_shapes(choice.path, described=described)
-        paths = {
-            full: path
-            for full, path in (described.planner_data or {}).items()
-            if path[0] == CALLBACKS and path[1] in self._others
-        }
-        # A loader begins to read when it is asked, so only those that have saved tensors are.
-        states = {name: encode(self._others[name].state_dict()) for name in {path[1] for path in paths.values()}}
-        present = {full_name(path): tensor for path, tensor in leaves_of({CALLBACKS: split_state(states)[0]})}
-        wanted: dict[str, Any] = {}
-        for full, path in paths.items():
-            here = present.get(full)
-            if here is not None and hasattr(here, "placements"):
-                empty = torch.empty_like(here)
-            else:
-                device = self.device if here is None else here.device
-                empty = torch.empty(saved[full].shape, dtype=saved[full].dtype, device=device)
-            _put(wanted, path, empty)
-        load_tensors(choice.path, wanted, group=self._group, near=choice.near, described=described)
-        of_objects = wanted.get(CALLBACKS, {})
-        step = choice.manifest.step
-        notes = [f"{name}: left out from step {step} on" for name in values if name not in self._others]
-        for name, other in self._others.items():
-            if name in values:
-                # It is none where an object has had no state yet, as a stream before its first sample.
-                if isinstance(values[name], dict):
-                    state = decode(merge_state(values[name], of_objects.get(name, {})))
-                    go_to_epoch(other, state)
-                    if not state and other.state_dict():
-                        notes.append(f"{name}: begins at step {step}, where its state was empty")
-                    other.load_state_dict(state)
-                    if is_at_end_of_pass(other, state):
-                        notes.append(
-                            f"{name} had given the last batch of its pass at step {step}, so its first loop has none: "
-                            "an epoch that follows from the step would be left out; save the number of the epoch, too"
-                        )
-            else:
-                notes.append(f"{name}: begins at step {step}, where it has no state")
-        return notes
 
 
 def _add_once(optimizer: Optimizer, present: list[Sequence[Tensor]]) -> None:
@@ -640,12 +505,6 @@ def _require_loadable(values: dict[str, Any], subject: str) -> None:
     require_loadable(data, subject)
 
 
-def _put(state: dict[str, Any], path: Sequence[Any], value: Any) -> None:
-    for key in path[:-1]:
-        state = state.setdefault(key, {})
-    state[path[-1]] = value
-
-
 def _merge(state: dict[Any, Any], parts: Mapping[Any, Any], *, device: torch.device) -> None:
     """Puts nested tensors into what an optimizer keeps; its count of steps stays on the host, as torch has it."""
     for key, value in parts.items():
@@ -653,12 +512,3 @@ def _merge(state: dict[Any, Any], parts: Mapping[Any, Any], *, device: torch.dev
             _merge(state.setdefault(key, {}), value, device=device)
         else:
             state[key] = value if key == "step" else value.to(device)
-
-
-def _take_plain(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the tensors that a rank holds whole, and those that are cut, both nested as before."""
-    whole: dict[str, Any] = {}
-    cut: dict[str, Any] = {}
-    for path, tensor in leaves_of(tensors):
-        _put(cut if hasattr(tensor, "placements") else whole, path, tensor)
-    return whole, cut

@@ -15,8 +15,9 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from slurm_train.checkpoint.division import full_name, leaves_of
+from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.state import local_part, plain_names
+from slurm_train.checkpoint.tree import full_name, leaves_of
 from slurm_train.errors import RunError
 from slurm_train.formatting import shorten
 
@@ -65,6 +66,23 @@ def digest(state: Mapping[str, Any]) -> str:
     if large:
         hasher.update(sketch(large).cpu().numpy().data)
     return hasher.hexdigest()
+
+
+def differing_states(states: Mapping[str, Mapping[str, Any]], *, group: ProcessGroup | None) -> list[str]:
+    """Returns the names of the objects whose states differ from rank to rank. Collective.
+
+    Raises:
+        RunError: on every rank: the ranks have other objects.
+    """
+    digests = on_every_rank(group, lambda: {name: digest(state) for name, state in states.items()})
+    names = {name for of_rank in digests for name in of_rank}
+    missing = sorted(name for name in names if any(name not in of_rank for of_rank in digests))
+    if missing:
+        raise RunError(
+            f"some ranks have handed over {shorten(missing)}, and others have not",
+            hint="call `training` alike on all ranks",
+        )
+    return sorted(name for name in names if len({of_rank[name] for of_rank in digests}) > 1)
 
 
 def sketch(tensors: Sequence[Tensor]) -> Tensor:

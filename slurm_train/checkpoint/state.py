@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from slurm_train.checkpoint.encoding import plain_number
+from slurm_train.checkpoint.tree import on_host, plain_number
 from slurm_train.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"
@@ -393,17 +393,6 @@ def set_modes(model: nn.Module, in_evaluation: Collection[str]) -> None:
         module.training = name not in in_evaluation
 
 
-def on_host(value: Any) -> Any:
-    """Returns a copy of a nested state, in host memory."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: on_host(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(on_host(item) for item in value)
-    return copy.deepcopy(value)
-
-
 def names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Gives the names of the parameters in each group of an optimizer, in its order."""
     plain = plain_names(model)
@@ -426,33 +415,6 @@ def number_groups(groups: list[dict[str, Any]], names: list[list[str]]) -> dict[
         number = number_of[group["params"][0]]
         numbered[str(number)] = {**group, "params": names[number]}
     return numbered
-
-
-def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Gives the tensors of a nested dictionary, and a copy of everything else; `merge_state` puts them together."""
-    tensors: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, dict):
-            inner, values[key] = split_state(value)
-            tensors |= {key: inner} if inner else {}
-        elif isinstance(value, Tensor):
-            tensors[key] = value
-        else:
-            values[key] = copy.deepcopy(value)
-    return tensors, values
-
-
-def merge_state(values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
-    """Gives the nested dictionary that was split."""
-    merged = dict(values)
-    # Numbers are keys, too, and a checkpoint has the tensors' keys as text.
-    keys = {str(key): key for key in values}
-    for text, value in tensors.items():
-        key = keys.get(str(text), text)
-        # Rank 0's values lack a dictionary that has tensors of another rank only.
-        merged[key] = merge_state(merged.get(key, {}), value) if isinstance(value, dict) else value
-    return merged
 
 
 _Kind = tuple[torch.Size, torch.dtype, bool]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint._traverse import set_element
@@ -68,10 +68,17 @@ class TensorPlan:
         self._group = group
         self._place = (rank_in(group), size_of(group))
         self._planner = DefaultSavePlanner()
-        self._planner.set_up_planner(tensors, is_coordinator=self.rank == 0)
-        self._local = self._planner.create_local_plan()
-        is_same = _kept is not None and (_kept.place, _kept.local) == (self._place, self._local)
-        self._share = _kept.share if is_same and _kept is not None else _Share()
+        self._structure = _structure_of(tensors)
+        self._share = _Share()
+        if _kept is not None and (_kept.place, _kept.structure) == (self._place, self._structure):
+            self._local = _kept.local
+            self._share = _kept.share
+            self._planner.state_dict = dict(_leaves_of(tensors, self._structure))
+        else:
+            self._planner.set_up_planner(tensors, is_coordinator=self.rank == 0)
+            self._local = self._planner.create_local_plan()
+            if _kept is not None and (_kept.place, _kept.local) == (self._place, self._local):
+                self._share = _kept.share
 
     @property
     def rank(self) -> int:
@@ -106,7 +113,7 @@ class TensorPlan:
         _kept = None
         if set(numbers) != {self.number} or not self.number:
             self._share = shared_out(self._group, self._local, share_out)
-        _kept = _Kept(self._place, self._local, self._share)
+        _kept = _Kept(self._place, self._structure, self._local, self._share)
 
     def data_of(self, item: WriteItem) -> Tensor | io.BytesIO:
         """Returns what is written for an item.
@@ -152,8 +159,36 @@ class _Kept(NamedTuple):
 
     place: tuple[int, int]
     """Rank, and number of ranks."""
+    structure: Any
+    """See `_structure_of`."""
     local: SavePlan
+    """What the rank holds."""
     share: _Share
+
+
+def _structure_of(value: Any) -> Any:
+    """Returns what is equal where torch would plan the same: it takes 20 ms for a thousand names, and this 1 ms."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        # Asking a tensor for what it lacks takes longer than all the rest.
+        cut = None if kind in (Tensor, nn.Parameter) else getattr(value, "_spec", id(value))
+        return kind, value.shape, value.dtype, value.requires_grad, cut
+    if isinstance(value, Mapping):
+        return {key: _structure_of(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_structure_of(item) for item in value]
+        # A list of plain values is one itself.
+        return kind if all(isinstance(item, type) for item in items) else items
+    return kind
+
+
+def _leaves_of(value: Any, structure: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields what torch plans, by its full name."""
+    if not isinstance(structure, (dict, list)):
+        yield name, value
+        return
+    for key, item in value.items() if isinstance(structure, dict) else enumerate(value):
+        yield from _leaves_of(item, structure[key], f"{name}.{key}" if name else str(key))
 
 
 _kept: _Kept | None = None

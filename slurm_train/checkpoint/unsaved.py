@@ -9,8 +9,8 @@ import numpy as np
 import xxhash
 from torch import Tensor, nn
 
-from slurm_train.checkpoint.encoding import encode
 from slurm_train.checkpoint.replicas import digest
+from slurm_train.checkpoint.tree import encode
 from slurm_train.formatting import shorten
 
 # Attributes of their modules are caches, not state.

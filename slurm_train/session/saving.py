@@ -67,14 +67,13 @@ class DirectorySave:
         """
         filling = self._filling
         assert filling is not None
-        try:
-            records = on_every_rank(self._group, self._seal)
-            chosen = choose_writers(records)
+
+        def write() -> list[Records]:
+            chosen = choose_writers(on_every_rank(self._group, self._seal))
             on_every_rank(self._group, lambda: self._bring_together(filling.staging, chosen))
-            return filling.commit(chosen)
-        except SlurmTrainError:
-            self._discard()
-            raise
+            return chosen
+
+        return filling.end(write)
 
     def _begin(self) -> Path:
         """Returns this rank's empty directory. Collective.

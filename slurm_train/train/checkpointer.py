@@ -6,33 +6,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.choice import Choice
-from slurm_train.checkpoint.division import CALLBACKS, Division, full_name, leaves_of, own_part, own_tensors
-from slurm_train.checkpoint.load import load_rank_state, load_tensors
+from slurm_train.checkpoint.division import OTHERS, Division, own_part, own_tensors
+from slurm_train.checkpoint.load import load_rank_state
 from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader, Manifest
+from slurm_train.checkpoint.parts import StateParts
 from slurm_train.checkpoint.replicas import parts_of_ranks
 from slurm_train.checkpoint.resumption import Resumption, run_place
 from slurm_train.checkpoint.saves import Content, Saves, build_saves
 from slurm_train.checkpoint.state import (
     buffer_shapes,
-    merge_state,
     module_states,
     number_groups,
     require_known_state,
     require_loadable_states,
     saved_buffers,
     set_modes,
-    split_state,
     take_extra_states,
     training_state,
 )
@@ -61,6 +58,8 @@ class Checkpointer:
     parts: Parts
     callbacks: Mapping[str, Callback]
     """By the names of their states."""
+    others: StateParts
+    """The callbacks, as parts of what is saved."""
     continuity: Continuity
     """Settings, code and data: what makes this the same training as the checkpoints'."""
     config_hash: str
@@ -165,25 +164,25 @@ class Checkpointer:
         """
         model = self.parts.model
         modules = module_states(model)
-        callback_tensors, callback_values = self._callbacks_state()
+        others = self.others.content()
         state = training_state(model, self.parts.optimizer)
         take_extra_states(state["model"])
         if self.parts.group_names is not None:
             groups = state["optimizer"]["param_groups"]
             state["optimizer"]["param_groups"] = number_groups(groups, self.parts.group_names)
-        if callback_tensors:
-            state[CALLBACKS] = callback_tensors
+        if others.tensors:
+            state[OTHERS] = others.tensors
         # A model changes its buffers on each rank, so rank 0's are saved.
         buffers = [name for name, _ in model.named_buffers()]
         of_first_rank = [MODEL + name for name in buffers]
-        agreed = self.division.agree(state, values=callback_values, of_first_rank=of_first_rank)
+        agreed = self.division.agree(state, values=others.values, of_first_rank=of_first_rank)
         tensors = own_part(state, agreed)
         rank_state: dict[str, Any] = {"rng": rng_state(), "modules": modules}
         source = self.parts.train_data
         if isinstance(source, StreamSource):
             rank_state["data"] = source.state(position.samples)
         if self.callbacks and self.parts.rank.place.is_first:
-            rank_state[CALLBACKS] = callback_values
+            rank_state[self.others.key] = others.values
         return Content(
             tensors=tensors,
             rank_state=rank_state,
@@ -198,10 +197,6 @@ class Checkpointer:
         rank = self.parts.rank.place.rank
         peers = self.parts.rank.layout.members([axis for axis in AXES if axis != "pp"], rank)
         return own_tensors(self.parts.model, self.parts.optimizer, rank=peers.index(rank), num_ranks=len(peers))
-
-    def _callbacks_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the tensors of the callbacks, and a copy of their other values."""
-        return split_state({key: callback.state_dict() for key, callback in self.callbacks.items()})
 
     def _restore(self, choice: Choice) -> list[str]:
         """Restores what a checkpoint holds; returns notes for the user."""
@@ -227,10 +222,7 @@ class Checkpointer:
         if "rng" in rank_state:
             set_rng_state(rank_state["rng"])
         notes = self._restore_stream(choice.manifest, rank_state.get("data"))
-        if self.callbacks:
-            load = partial(load_tensors, choice.path, group=dist.group.WORLD, near=choice.near, described=described)
-            notes += self._restore_callbacks(choice, load, stored=described.planner_data or {})
-        return notes
+        return notes + self.others.restore(choice, described=described)
 
     def _saved_rank_state(self, choice: Choice) -> dict[str, Any]:
         """Returns the saved state of a rank that read the samples of this one; {} where there was none."""
@@ -250,51 +242,6 @@ class Checkpointer:
         states = load_rank_state(choice.path, self.parts.rank.place.rank if has_same_layout else 0) or {}
         modules: dict[str, Any] | None = states.get("modules")
         return modules
-
-    def _restore_callbacks(
-        self, choice: Choice, load: Callable[[dict[str, Any]], None], *, stored: Mapping[str, Sequence[Any]]
-    ) -> list[str]:
-        """Restores the callbacks: values on all ranks, tensors on the ranks that have them. Collective.
-
-        Args:
-            choice: the checkpoint.
-            load: fills a nested dictionary of tensors. Collective.
-            stored: path of each saved tensor and value, by full name.
-
-        Returns:
-            Notes for the user.
-        """
-        saved = (load_rank_state(choice.path, 0) or {}).get(CALLBACKS, {})
-        step = choice.manifest.step
-        tensors, values = self._callbacks_state()
-        tensors = {key: value for key, value in tensors.items() if key in saved}
-        if saved:  # collective: also on a rank whose stage has no tensor of the callbacks
-            load({CALLBACKS: tensors} if tensors else {})
-        in_checkpoint = {name: path for name, path in stored.items() if path[0] == CALLBACKS}
-        with_tensors = {path[1] for path in in_checkpoint.values()}
-        # In the same order on all ranks: a callback may communicate while it loads its state.
-        for key, callback in self.callbacks.items():
-            if key not in saved:
-                continue
-            is_empty_here = key not in tensors and not values[key]
-            if key not in with_tensors or not is_empty_here:
-                callback.load_state_dict(merge_state(saved[key], tensors.get(key, {})))
-        notes = []
-        for key in self.callbacks:
-            if key not in saved:
-                notes.append(f"callback {key}: begins at step {step}, where it has no state")
-        for key in saved:
-            if key not in self.callbacks:
-                notes.append(f"callback {key}: left out from step {step} on")
-        if in_checkpoint:
-            # Collective.
-            loaded = {full_name(path) for path, _ in leaves_of({CALLBACKS: tensors})}
-            missing_by_rank = on_every_rank(dist.group.WORLD, lambda: in_checkpoint.keys() - loaded)
-            for name in sorted(set[str].intersection(*missing_by_rank)):
-                _, key, *path = in_checkpoint[name]
-                if key in self.callbacks:
-                    notes.append(f"callback {key}: no rank has its tensor {full_name(path)} of step {step} any more")
-        return notes
 
     def _restore_stream(self, manifest: Manifest, state: dict[str, Any] | None) -> list[str]:
         """Keeps the state of a stream of samples until the stream begins; returns notes for the user.
@@ -390,9 +337,13 @@ def build_checkpointer(parts: Parts, *, callbacks: Mapping[str, Callback], peak_
         num_samples=len(parts.train_data),
         measured=parts.measured,
     )
+    others = StateParts(key=OTHERS, noun="callback ", group=dist.group.WORLD)
+    for name, callback in callbacks.items():
+        others.add(name, callback, of="run")
     return Checkpointer(
         parts=parts,
         callbacks=callbacks,
+        others=others,
         continuity=continuity,
         config_hash=config_hash(config, global_size=global_size),
         lr={

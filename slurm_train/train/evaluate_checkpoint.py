@@ -12,7 +12,7 @@ from torch import nn
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.choice import check_owners
-from slurm_train.checkpoint.division import CALLBACKS
+from slurm_train.checkpoint.division import OTHERS
 from slurm_train.checkpoint.load import load_rank_state, load_tensors, require_fit
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.metadata import read_metadata
@@ -155,7 +155,7 @@ def _take_average(model: nn.Module, path: Path, name: str, *, described: Any) ->
         described: what `read_metadata` has returned for the checkpoint.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    place = (CALLBACKS, name, "average")
+    place = (OTHERS, name, "average")
     stored = {saved[3] for saved in (described.planner_data or {}).values() if saved[:3] == place}
     if not stored:
         return
@@ -164,7 +164,7 @@ def _take_average(model: nn.Module, path: Path, name: str, *, described: Any) ->
         for key, parameter in parameters.items()
         if key in stored
     }
-    state = {CALLBACKS: {name: {"average": average}}} if average else {}
+    state = {OTHERS: {name: {"average": average}}} if average else {}
     load_tensors(path, state, group=dist.group.WORLD, described=described)
     for key, tensor in average.items():
         local_part(parameters[key].detach()).copy_(local_part(tensor))

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from slurm_train.checkpoint.choice import choose_checkpoint
 from slurm_train.checkpoint.commit import Place
-from slurm_train.checkpoint.filling import Records, Saved, fill
+from slurm_train.checkpoint.filling import Records, Saved, begin_filling
 from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.manifest import Manifest, write_file
 from slurm_train.checkpoint.verify import newest_committed_step, survey, verify
@@ -295,7 +295,8 @@ class _Attempt:
             files = {_STATE_FILE: str(self.state).encode(), _OTHER_FILE: b"weights of " + str(self.state).encode()}
             return [{name: write_file(staging / name, content) for name, content in files.items()}]
 
-        saved = fill(place, header, write, group=None, protect=tuple(self.local.copying))
+        filling = begin_filling(place, header, group=None, protect=tuple(self.local.copying))
+        saved = filling.end(lambda: write(filling.staging))
         if place is self.node:
             self.local.copy_if_due(saved, group=_world())
             self.thread.submit(lambda: None).result()

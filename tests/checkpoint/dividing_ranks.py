@@ -22,21 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from slurm_train.checkpoint.commit import Place
-from slurm_train.checkpoint.division import (
-    CALLBACKS,
-    Agreement,
-    Division,
-    Variant,
-    describe,
-    divide,
-    leaves_of,
-    own_part,
-)
+from slurm_train.checkpoint.division import OTHERS, Agreement, Division, Variant, describe, divide, own_part
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.save import rank_file, save_to
-from slurm_train.checkpoint.state import split_state
 from slurm_train.checkpoint.tensors import tensor_shapes
+from slurm_train.checkpoint.tree import leaves_of, split_state
 from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError, RunError
 from tests.support.small_checkpoints import make_header
@@ -76,8 +67,8 @@ def state_of(held: dict[str, str], mesh: DeviceMesh) -> tuple[dict[str, Any], di
         else:
             flat[name] = tensor_of(name, kind)
     state = nested(flat)
-    tensors, values = split_state(state.pop(CALLBACKS, {}))
-    return state | ({CALLBACKS: tensors} if tensors else {}), values
+    tensors, values = split_state(state.pop(OTHERS, {}))
+    return state | ({OTHERS: tensors} if tensors else {}), values
 
 
 def problems_on_disk(path: Path, of_ranks: list[dict[str, str]], streams: list[Any]) -> list[str]:
@@ -101,8 +92,8 @@ def problems_on_disk(path: Path, of_ranks: list[dict[str, str]], streams: list[A
     states = [torch.load(path / rank_file(rank), weights_only=True) for rank in range(len(of_ranks))]
     if [state["data"] for state in states] != streams:
         problems.append("the state of a stream differs")
-    kept = {".".join(leaf) for leaf, _ in leaves_of({CALLBACKS: states[0][CALLBACKS]})}
-    values = {name for name, kind in whole.items() if kind == VALUE and name.startswith(CALLBACKS)}
+    kept = {".".join(leaf) for leaf, _ in leaves_of({OTHERS: states[0][OTHERS]})}
+    values = {name for name, kind in whole.items() if kind == VALUE and name.startswith(OTHERS)}
     return problems + [f"the value {name} is missing" for name in sorted(values - kept)]
 
 
@@ -122,7 +113,7 @@ def run_example(example: dict[str, Any], root: Path, groups: list[Any], meshes: 
     place = Place(root=root, attempt=1, keep=9, is_leader=rank == 0)
     for step, save in enumerate(example["saves"], start=1):
         state, values = state_of(save["held"][rank], mesh)
-        rank_state = {"data": save["streams"][rank]} | ({CALLBACKS: values} if rank == 0 else {})
+        rank_state = {"data": save["streams"][rank]} | ({OTHERS: values} if rank == 0 else {})
         error = ""
         try:
             agreed = careless(state, rank, len(stages)) if IS_CARELESS else division.agree(state, values=values)

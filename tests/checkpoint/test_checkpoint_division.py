@@ -17,7 +17,7 @@ from slurm_train.checkpoint.division import (
     require_savable,
     weights_in,
 )
-from slurm_train.checkpoint.state import merge_state
+from slurm_train.checkpoint.tree import merge_state
 from slurm_train.errors import RunError
 from tests.fakes.thread_peers import ThreadPeers, on_threads
 from tests.support.divided_states import examples, problems_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import pickle
 import random
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from slurm_train.checkpoint.tensors import is_grid, share_out
+from slurm_train.checkpoint.tensors import TensorPlan, is_grid, share_out
 from slurm_train.errors import CheckpointError
 
 SIZE = (4, 6)
@@ -120,3 +121,24 @@ def test_one_name_for_different_things_is_refused(size, dtype, said):
 def test_parts_of_a_grid_are_not_compared_with_each_other(monkeypatch):
     monkeypatch.setattr(DefaultSavePlanner, "create_global_plan", None)
     plan([((row, 0), (1, 8)) for row in range(4)], size=(4, 8))
+
+
+def test_what_is_held_as_before_is_not_planned_again_by_torch(monkeypatch):
+    def state_of(value, **more):
+        model = {"w": torch.full((3,), float(value)), "history": list(range(value))}
+        return {"model": model, "kept": [torch.full((2,), value), {"a": value}], **more}
+
+    first = TensorPlan(state_of(1), group=None)
+    first.settle([first.number])
+    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", None)
+    again = TensorPlan(state_of(2), group=None)
+    assert again.number == first.number != ""
+    data = {item.index.fqn: again.data_of(item) for item in first.items}
+    assert data["model.w"].tolist() == [2.0] * 3 and data["kept.0"].tolist() == [2, 2]
+    values = [torch.load(io.BytesIO(data[name].getbuffer())) for name in ("model.history", "kept.1.a")]
+    assert values == [[0, 1], 2]
+    wider = state_of(1)
+    wider["kept"][1]["b"] = 1
+    for other in (state_of(1, b=1), state_of(1) | {"kept": [torch.ones(2), {"a": 1}]}, wider):
+        with pytest.raises(TypeError):
+            TensorPlan(other, group=None)

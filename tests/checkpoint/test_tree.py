@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slurm_train.checkpoint.encoding import decode, encode
-from slurm_train.checkpoint.state import merge_state, split_state
+from slurm_train.checkpoint.tree import decode, encode, merge_state, split_state
 
 
 def as_loaded(tensors: Mapping[str, Any]) -> dict[str, Any]:
