@@ -270,7 +270,9 @@ def fails_alike(traces: Traces, cause: Cause | None) -> bool:
     # A cause with a place is an exception of the rank that has left the first mark.
     if mark is None or cause is None or not cause.place or traces.this.made_progress:
         return False
-    return any(mark.cause.is_like(earlier.cause) for earlier in traces.previous_marks)
+    # Thousands of ranks may have said the same.
+    earlier = {one.message: one for one in traces.previous_marks if one.place == mark.place}
+    return any(mark.cause.is_like(one.cause) for one in earlier.values())
 
 
 def failed_on(traces: Traces, cause: Cause | None) -> tuple[str, ...]:
