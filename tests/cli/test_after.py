@@ -65,7 +65,7 @@ def test_what_cannot_be_waited_for_is_refused_before_anything_is_written(words: 
 
 
 def test_what_waits_for_a_run_goes_on_waiting_when_it_is_submitted_again(before: RunDirectory, shell: Shell) -> None:
-    lines = attempt(0, job_id="4711", reason="failed", action="stop", end_time_unix_s=time.time() + 60)
+    lines = attempt(0, job_id="4711", reason="failed", action="stop", time_unix_s=time.time() + 60)
     before.attempts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     shell.slurm.queue("4711", "FAILED")
     with (shell.slurm.folder / "squeue.out").open("a") as file:

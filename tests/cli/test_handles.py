@@ -26,7 +26,7 @@ def submits(*words: str, **how: Any) -> Run:
 
 
 def ends(run: Run, note: str = "rank 3 on node2: ValueError: no") -> None:
-    lines = attempt(0, reason="failed", action="stop", note=note, end_time_unix_s=time.time() + 60)
+    lines = attempt(0, reason="failed", action="stop", note=note, time_unix_s=time.time() + 60)
     (run.path / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

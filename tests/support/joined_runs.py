@@ -17,6 +17,7 @@ from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session import client
+from slurm_train.session.rank_run import RankRun
 from slurm_train.session.signals import StopFlag
 
 
@@ -63,7 +64,8 @@ def _entered(
     heartbeat = Heartbeat()
     before = list(client._joined)
     stop = stop or StopFlag()
-    session = client.enter(run, RunConfig(), place, {}, attempt=attempt, stop=stop, heartbeat=heartbeat)
+    rank = RankRun(config=RunConfig(), run=run, place=place, attempt=attempt, stop=stop, env={}, heartbeat=heartbeat)
+    session = client.enter(rank)
     try:
         yield session
     finally:
