@@ -178,8 +178,9 @@ class Watch:
         look = self.look
         for judge, helper in self._judges:
             self._ask(judge, helper, look, is_last=True)
-        for helper in self._helpers():
+        for _, helper in self._judges:
             helper.join(now_s + _END_WITHIN_S)
+        for helper in self._helpers():
             if helper.is_busy:
                 helper.say_once("abandoned", f"{helper.name} did not end in time and is abandoned")
 

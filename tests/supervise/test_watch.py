@@ -107,7 +107,7 @@ def test_what_does_not_return_is_said_and_delays_nobody(tmp_path: Path, monkeypa
 def test_heartbeats_that_cannot_be_read_hide_no_failure_and_keep_no_judge_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_END_WITHIN_S", 0.2)
+    monkeypatch.setattr(module, "_END_WITHIN_S", 4.0)
     answers = threading.Event()
 
     def read(_run: RunDirectory, _attempt: int) -> dict[int, Beat]:
@@ -131,6 +131,8 @@ def test_heartbeats_that_cannot_be_read_hide_no_failure_and_keep_no_judge_waitin
             return watch.look.mark is not None and len(asked) > 3 and bool(said)
 
         wait_for(is_seen, within_s=60, what="the mark", poll_s=0.01)
+        end_s = time.monotonic()
+    assert time.monotonic() - end_s < 3.5, "half of the time is for what the judges ask for at the end"
     assert longest_s < 1.0, "whoever waits for the ranks does not wait for files"
     assert time.monotonic() - began_s < 10
     assert "the reading of the heartbeats has waited" in said[0]
