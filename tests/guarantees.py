@@ -58,7 +58,7 @@ GUARANTEES: dict[str, str] = {
     ),
     "what follows from an end is a pure function": f"{_SUPERVISE}_decision.py::test_what_follows_from_what_is_known",
     "a refused requeue is final, an unanswered one is tried again": (
-        f"{_SUPERVISE}_scheduler.py::test_a_job_comes_back_after_the_controller_does"
+        f"{_SUPERVISE}_job.py::test_a_job_comes_back_after_the_controller_does"
     ),
     "a node that does not see the run is named": (
         f"{_END}_run_on_slurm.py::test_a_node_that_does_not_see_the_run_is_named"
