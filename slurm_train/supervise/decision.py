@@ -107,7 +107,7 @@ def decide(
         prefix = f"{cause}; " if reason is Reason.NODE_FAILURE else ""
         return Decision(reason, Action.LEAVE, f"{prefix}Slurm has requeued the job itself")
     if reason in (Reason.PREEMPTED, Reason.TIME_LIMIT, Reason.SIGNALLED, Reason.GROWTH):
-        return _decide_return(traces, reason, settings)
+        return _decide_return(traces, cause, reason, settings)
     if reason is Reason.UNKNOWN:
         note = "the run saved and stopped; Slurm does not say why, so it is not requeued; `resume` continues it"
         return Decision(reason, Action.STOP, note)
@@ -176,7 +176,7 @@ def _is_early(traces: Traces, job: Mapping[str, str], settings: RequeueSection) 
     return end_unix_s - traces.end.time_unix_s > 60.0 + lead_s
 
 
-def _decide_return(traces: Traces, reason: Reason, settings: RequeueSection) -> Decision:
+def _decide_return(traces: Traces, cause: Cause | None, reason: Reason, settings: RequeueSection) -> Decision:
     if not settings.enabled:
         return Decision(reason, Action.STOP, f"{reason}; requeue.enabled=false, so the run waits for `resume`")
     if _is_requeued(traces):
@@ -190,6 +190,9 @@ def _decide_return(traces: Traces, reason: Reason, settings: RequeueSection) -> 
         return Decision(reason, Action.REQUEUE, note, exclude=traces.growth.exclude)
     is_over = traces.job is not None and is_over_its_limit(traces.job)
     was = "signalled to stop, and Slurm has no reason on record" if reason is Reason.SIGNALLED else reason
+    if exit_code_of(traces, cause) == EXIT_WRONG_USE:
+        # As a state that no checkpoint can keep: then the steps of each attempt are lost.
+        was = f"{was}, and its last save was refused: {cause}"
     note = f"{was}; Slurm is asked to requeue the job, which continues from its checkpoint"
     return Decision(reason, Action.REQUEUE, note, is_over=is_over)
 
