@@ -89,7 +89,7 @@ def test_wandb_offline(person: Person, tmp_path: Path) -> None:
         (tracker_id, "gpt", "gpt/3f9a1c07", "9b1c44e0", "x")
     }
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
-    assert config["optim"]["lr"] == 0.001
+    assert config["optim"]["lr"] == 0.003
     assert config["slurm_train"] == {"run": str(run.path), "commit": "0a1b2c", "user": "ada"}
     ends = [record.exit.exit_code for kind, record in records if kind == "exit"]
     assert ends == [1, 0] and [kind for kind, _ in records].count("preempting") == 1, "paused, then finished"
