@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -175,7 +176,7 @@ def choose_scene(root: Path) -> None:
 
 
 def shard_scene(root: Path) -> None:
-    """Saves a copy of each rank's own part; loads it along another dimension, and what does not fit."""
+    """Saves a copy of each rank's own part; loads it along another dimension, by torch alone, and what does not fit."""
     group, mesh = distributed.group.WORLD, init_device_mesh("cpu", (2,))
     whole = torch.arange(24.0).reshape(6, 4)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
@@ -189,6 +190,9 @@ def shard_scene(root: Path) -> None:
     loaded = {"sharded": distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)]), "one": torch.zeros(500)}
     load_tensors(path, {"model": loaded}, group=group)
     assert loaded["sharded"].full_tensor().equal(whole) and loaded["one"].equal(torch.ones(500))
+    read: dict[str, Any] = {"model": {"sharded": torch.zeros(6, 4), "one": torch.zeros(500)}, "step": 0}
+    load(read, storage_reader=FileSystemReader(path), no_dist=True)
+    assert read["model"]["sharded"].equal(whole) and read["model"]["one"].equal(torch.ones(500)) and read["step"] == 5
     wrong = error_of(lambda: load_tensors(path, {"model": {"one": torch.zeros(6)}}, group=group))
     missing = error_of(lambda: load_tensors(path, {"x": torch.zeros(1)}, group=group))
     assert "ize mismatch" in wrong and "x" in missing, (wrong, missing)
