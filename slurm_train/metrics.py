@@ -62,7 +62,7 @@ class MetricsWriter:
         os.close(self._descriptor)
 
 
-class Head(NamedTuple):
+class LineHead(NamedTuple):
     """The part of a line of metrics that decides whether it counts."""
 
     attempt: int
@@ -119,12 +119,12 @@ def metric_lines(path: Path) -> Iterator[dict[str, Any]]:
     return (line for line in read_lines(path) if type(line.get("step")) is int and type(line.get("attempt")) is int)
 
 
-def head_of(line: Mapping[str, Any]) -> Head:
+def head_of(line: Mapping[str, Any]) -> LineHead:
     """Returns the part of a line that decides whether it counts."""
-    return Head(line["attempt"], line["step"], "loss" in line)
+    return LineHead(line["attempt"], line["step"], "loss" in line)
 
 
-def counting(heads: Sequence[Head]) -> list[int]:
+def counting(heads: Sequence[LineHead]) -> list[int]:
     """Returns the positions of the lines that count, in step order.
 
     Args:
@@ -156,7 +156,7 @@ def counting(heads: Sequence[Head]) -> list[int]:
     return kept
 
 
-def _newest_of(positions: Iterable[int], heads: Sequence[Head]) -> list[int]:
+def _newest_of(positions: Iterable[int], heads: Sequence[LineHead]) -> list[int]:
     """Returns an attempt's lines without those of steps that it went back behind (a rollback)."""
     kept: list[int] = []
     for position in positions:
@@ -241,7 +241,7 @@ def read_series(path: Path) -> Series:
     Args:
         path: a metrics.jsonl; an absent one has no lines.
     """
-    heads: list[Head] = []
+    heads: list[LineHead] = []
     columns: dict[str, Column[float]] = {}
     newest: dict[str, Any] = {}
     lines = metric_lines(path)

@@ -17,6 +17,16 @@ from tests.test_architecture import PACKAGE, REPOSITORY, Tree, room_of
 ROOMS = ("train", "session")
 # Outside of a run there is no RankRun.
 SPEAKERS = {"session.interface"}
+ENGINE = (*ROOMS, "data", "models", "distributed", "checkpoint", "adapters")
+SAME_NAME = {
+    # Public: one for each library; a session's training, and the trainer as callbacks see it.
+    *("SessionCallback", "Training"),
+    # Of an exchange, and of an attempt; in one room.
+    *("Failure", "_Reader"),
+}
+REPLACEMENTS = "### What is replaced in objects of others"
+# Switches that a library offers, and what belongs to the process.
+SETTINGS = ("torch.backends", "torch.utils.deterministic", "torch._inductor.config", "sys", "os")
 # What a rank knows is made in steps, of which each returns a value of its own.
 OF_A_RANK = {"session.rank_run", "train.context"}
 
@@ -104,6 +114,69 @@ def asked_attributes(tree: Tree) -> list[str]:
     return found
 
 
+def repeated_classes(tree: Tree) -> list[str]:
+    """Classes of the engine that have the name of another class of the package."""
+    places: dict[str, list[str]] = {}
+    for module, parsed in tree.parsed.items():
+        for node in ast.walk(parsed):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    return [
+        f"{name}: {', '.join(modules)}"
+        for name, modules in places.items()
+        if len(modules) > 1 and any(room_of(module) in ENGINE for module in modules) and name not in SAME_NAME
+    ]
+
+
+def vague_verbs(tree: Tree) -> list[str]:
+    """Functions whose name does not say what is done: `check_` raises or gives notes, `find_` and `read_` return."""
+    return [
+        f"{module}:{node.lineno} {node.name}"
+        for module, parsed in of_rooms(tree, ("train", "session", "models", "data", "adapters"))
+        for node in ast.walk(parsed)
+        if isinstance(node, ast.FunctionDef) and re.fullmatch(r"_?(look|look_at\w*|take)", node.name)
+    ]
+
+
+def unlisted_replacements(tree: Tree) -> list[str]:
+    """Modules that change objects of others and are not in the list of docs/design.md, with the reason."""
+    page = (REPOSITORY / "docs" / "design.md").read_text(encoding="utf-8")
+    listed = re.split(r"\n#+ ", page.partition(REPLACEMENTS)[2])[0]
+    found = []
+    for module, parsed in of_rooms(tree, (*ENGINE, "worker")):
+        imports = [node for node in ast.walk(parsed) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        foreign = {
+            alias.asname or alias.name.partition(".")[0]
+            for node in imports
+            if not str(getattr(node, "module", "")).startswith(PACKAGE)
+            for alias in node.names
+        }
+        lines = tree.paths[module].read_text(encoding="utf-8").splitlines()
+        changes = any(
+            _changes_another(node, foreign) or "method-assign" in lines[getattr(node, "lineno", 1) - 1]
+            for node in ast.walk(parsed)
+            if hasattr(node, "lineno")
+        )
+        if changes and f"`{module.replace('.', '/')}`" not in listed:
+            found.append(module)
+    return found
+
+
+def _changes_another(node: ast.AST, foreign: set[str]) -> bool:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+        return ast.unparse(node.args[0]) != "self"
+    for target in node.targets if isinstance(node, ast.Assign) else []:
+        if not isinstance(target, ast.Attribute):
+            continue
+        owner = ast.unparse(target.value)
+        is_method = target.attr.startswith("__") and owner != "self" and target.attr not in ("__cause__", "__file__", "__loader__")
+        # `weakref.finalize(...).atexit = False` sets a switch of an object that was just made.
+        is_foreign = owner.partition(".")[0] in foreign and "(" not in owner and not owner.startswith(SETTINGS)
+        if is_method or is_foreign:
+            return True
+    return False
+
+
 def calls(tree: Tree, names: tuple[str, ...], *, rooms: tuple[str, ...] = ROOMS) -> Iterator[tuple[str, ast.Call]]:
     """Yields the calls of functions of these names."""
     for module, parsed in of_rooms(tree, rooms):
@@ -119,6 +192,9 @@ ROWS: dict[str, Callable[[Tree], list[str]]] = {
     "a stop is agreed on by two carriers": other_agreements,
     "what a data set is, one module knows": compared_targets,
     "a source describes itself": asked_attributes,
+    "a class name is unique": repeated_classes,
+    "a verb says what is done": vague_verbs,
+    "what is replaced in objects of others is listed": unlisted_replacements,
 }
 
 
@@ -150,6 +226,15 @@ BREACHES = [
         "x = 'slurm_train.data.text.build'\n",
         "start.a:1 names slurm_train.data.text.build",
     ),
+    ("a class name is unique", "train/a.py", "class A: pass\nclass A: pass\n", "A: train.a, train.a"),
+    ("a verb says what is done", "session/a.py", "class A:\n    def look(self): pass\n", "session.a:2 look"),
+    (
+        "what is replaced in objects of others is listed",
+        "session/a.py",
+        "import torch.distributed as dist\ndist.barrier = f\n",
+        "session.a",
+    ),
+    ("what is replaced in objects of others is listed", "train/a.py", "kind.__next__ = f\n", "train.a"),
     ("a source describes itself", "train/a.py", "hasattr(source, 'encoding')\n", "train.a:1"),
     ("a stop is agreed on by two carriers", "train/a.py", "self.stops.is_agreed = True\n", "train.a:1"),
 ]

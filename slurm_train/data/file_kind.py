@@ -301,7 +301,7 @@ def _open_table(path: Path, kind: FileKind) -> Any:
         with path.open("rb") as file:
             is_file = file.read(len(_ARROW_FILE_MARK)) == _ARROW_FILE_MARK
         if is_file:
-            return _Batches(arrow.ipc.open_file(mapped))
+            return _ArrowBatches(arrow.ipc.open_file(mapped))
         return arrow.ipc.open_stream(mapped)
 
 
@@ -315,7 +315,7 @@ def _table_readable(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {err}", hint="is it whole, and what its suffix says?") from err
 
 
-class _Batches:
+class _ArrowBatches:
     """The batches of an Arrow file, one after the other, as a stream gives them."""
 
     def __init__(self, reader: Any) -> None:

@@ -75,7 +75,7 @@ class MapStyleSource:
         seed: int | None = None,
     ) -> None:
         _require_map_style(dataset)
-        self._reader = _Reader(dataset, collate or pad_or_stack, seed=seed)
+        self._reader = _ItemReader(dataset, collate or pad_or_stack, seed=seed)
         self._num_workers = num_workers
         self._seed = seed
         self._has_own_collate = collate is not None
@@ -200,7 +200,7 @@ def keys_of(seed: int, positions: Int64Array) -> list[int]:
     return keys
 
 
-class _Reader:
+class _ItemReader:
     """Reads and collates one micro-batch; what a worker process gets a copy of.
 
     A data set with `set_epoch` is told the epoch of each sample before it is read, in the process that reads it: a
@@ -345,7 +345,7 @@ class KeyedData(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any]) -> None:
         _require_map_style(dataset)
         self.dataset = dataset
-        self._reader = _Reader(dataset, pad_or_stack)
+        self._reader = _ItemReader(dataset, pad_or_stack)
 
     def __len__(self) -> int:
         return len(self._reader)

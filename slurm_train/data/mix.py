@@ -29,7 +29,7 @@ from slurm_train.errors import DataError
 from slurm_train.rundir.events import ITEMS, with_items
 
 
-class _Part(NamedTuple):
+class _SourcePart(NamedTuple):
     """The part of a micro-batch that one source gives: its rows in the micro-batch, and the draw that reads them."""
 
     source: int
@@ -102,7 +102,7 @@ class MixedSource:
     def stream(self, draws: Iterator[Draw]) -> Iterator[Batch]:
         """Yields one micro-batch per draw; sources that read ahead do so here too."""
         waiting: list[deque[Draw]] = [deque() for _ in self._sources]
-        plans: deque[list[_Part]] = deque()
+        plans: deque[list[_SourcePart]] = deque()
 
         def pull() -> bool:
             draw = next(draws, None)
@@ -127,7 +127,7 @@ class MixedSource:
         while plans or pull():
             yield self._join([(part, next(streams[part.source])) for part in plans.popleft()])
 
-    def _parts(self, draw: Draw) -> Iterator[_Part]:
+    def _parts(self, draw: Draw) -> Iterator[_SourcePart]:
         owners = np.searchsorted(self._borders, draw.indices, side="right") - 1
         epochs = draw.positions // len(self)
         for number in np.unique(owners).tolist():
@@ -137,9 +137,9 @@ class MixedSource:
             positions = epochs[rows] * size + draw.indices[rows] - first
             rising = np.argsort(positions, kind="stable")  # as `SampleOrder` wants them
             samples = self._orders[number].at(positions[rising])
-            yield _Part(source=number, rows=rows[rising], draw=Draw(samples, positions[rising]))
+            yield _SourcePart(source=number, rows=rows[rising], draw=Draw(samples, positions[rising]))
 
-    def _join(self, parts: list[tuple[_Part, Batch]]) -> Batch:
+    def _join(self, parts: list[tuple[_SourcePart, Batch]]) -> Batch:
         # Restores the order of the draw.
         back = torch.from_numpy(np.argsort(np.concatenate([part.rows for part, _ in parts])))
         try:

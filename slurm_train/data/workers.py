@@ -60,7 +60,7 @@ def most_workers(cpus: int) -> int:
     return max(0, min(MOST_WORKERS, cpus - SPARE_CPUS))
 
 
-class Cost(NamedTuple):
+class ReadingCost(NamedTuple):
     """What the trial process found of one micro-batch, or of one sample."""
 
     seconds: float
@@ -138,14 +138,14 @@ def _tried(
     num_bytes: Callable[[Any], int],
     prepare: Callable[[], None],
     limit_s: float,
-) -> Cost | str:
+) -> ReadingCost | str:
     """Returns what a micro-batch costs a process that reads it, or in words why a process cannot."""
 
-    def cost_of_batch() -> Cost:
+    def cost_of_batch() -> ReadingCost:
         read(keys[:1])
         costs = [_cost_of_one(read, part, num_bytes) for part in _parts(keys[1:] or keys)]
         # The least: a file server may have been busy meanwhile.
-        return Cost(*(len(keys) * min(values) for values in zip(*costs, strict=True)))
+        return ReadingCost(*(len(keys) * min(values) for values in zip(*costs, strict=True)))
 
     outcome = in_trial_process(cost_of_batch, prepare=prepare, limit_s=limit_s)
     if outcome.value is not None:
@@ -154,14 +154,14 @@ def _tried(
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[T]):
+class TrialOutcome(Generic[T]):
     """What a trial process returned, or in words what became of it; nothing of both where it took too long."""
 
     value: T | None = None
     problem: str = ""
 
 
-def in_trial_process(work: Callable[[], T], *, prepare: Callable[[], None], limit_s: float) -> Outcome[T]:
+def in_trial_process(work: Callable[[], T], *, prepare: Callable[[], None], limit_s: float) -> TrialOutcome[T]:
     """Does work that reads a data set in a forked process.
 
     It is not read in this process: files that a data set opens at its first sample would be shared by all workers.
@@ -177,18 +177,18 @@ def in_trial_process(work: Callable[[], T], *, prepare: Callable[[], None], limi
     def try_reading() -> None:
         try:
             prepare()
-            sender.send(Outcome(work()))
+            sender.send(TrialOutcome(work()))
         except Exception as err:
             # If it is not for the process, the training thread meets it in its turn.
-            sender.send(Outcome(problem=f"could not read: {type(err).__name__}: {str(err)[:200]}"))
+            sender.send(TrialOutcome(problem=f"could not read: {type(err).__name__}: {str(err)[:200]}"))
 
     process = context.Process(target=try_reading, daemon=True)
     process.start()
     sender.close()
-    outcome: Outcome[T] = Outcome()
+    outcome: TrialOutcome[T] = TrialOutcome()
     try:
         if receiver.poll(limit_s):
-            outcome = Outcome(problem="ended without a word")
+            outcome = TrialOutcome(problem="ended without a word")
             with suppress(EOFError):
                 outcome = receiver.recv()
     finally:
@@ -206,13 +206,13 @@ def _parts(keys: list[Any]) -> list[list[Any]]:
     return [part for part in (keys[:size], keys[size : 2 * size]) if part]
 
 
-def _cost_of_one(read: Callable[[list[Any]], Any], keys: list[Any], num_bytes: Callable[[Any], int]) -> Cost:
+def _cost_of_one(read: Callable[[list[Any]], Any], keys: list[Any], num_bytes: Callable[[Any], int]) -> ReadingCost:
     """Returns what one of some samples costs that are read together."""
     waited_s = _waited_for_cpu_s()
     start_s = time.perf_counter()
     batch = read(keys)
     took_s = time.perf_counter() - start_s - (_waited_for_cpu_s() - waited_s)
-    return Cost(took_s / len(keys), num_bytes(batch) / len(keys))
+    return ReadingCost(took_s / len(keys), num_bytes(batch) / len(keys))
 
 
 def _waited_for_cpu_s() -> float:

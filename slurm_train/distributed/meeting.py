@@ -614,7 +614,7 @@ class _Candidate:
         return self.ends_s if self.is_doubtful else min(self.ends_s, self.began_s + _SLOW_S)
 
 
-class Search:
+class PortSearch:
     """A rank's search for its rank 0 among all that listen at the candidate ports.
 
     All candidates are tried at the same time, so a port that is silent, slow or another program's delays nothing. Rank

@@ -23,7 +23,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.distributed.meeting import Meeting, MeetingPoint, Search, answer_timeout_s, listen
+from slurm_train.distributed.meeting import Meeting, MeetingPoint, PortSearch, answer_timeout_s, listen
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, RendezvousError
 
@@ -152,7 +152,7 @@ def join_meeting(place: RankPlace, point: MeetingPoint, *, addresses: Sequence[s
     Raises:
         RendezvousError: rank 0 of this attempt was not found in time, or ranks are missing.
     """
-    search = Search(place, point)
+    search = PortSearch(place, point)
     search.set_targets([(address, port) for port in point.ports for address in addresses])
     with contextlib.closing(search):
         connection = search.run(until=time.monotonic() + point.timeout_s)

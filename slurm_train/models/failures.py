@@ -48,7 +48,7 @@ def cause_in_batch(err: BaseException) -> ConfigError | None:
     Args:
         err: what was raised while a batch was scored.
     """
-    found = _called_in(err, Objective.forward, Objective.evaluation_sums, Objective.look_at_scores)
+    found = _called_in(err, Objective.forward, Objective.evaluation_sums, Objective.check_scores)
     if found is None:
         return None
     objective, batch = found

@@ -201,7 +201,7 @@ class Objective(nn.Module):
 
     # --- before the first step ---
 
-    def look_at(self, batch: Batch) -> None:
+    def check_batch(self, batch: Batch) -> None:
         """Checks a batch before it is trained with, and finds out what its labels are.
 
         Raises:
@@ -316,7 +316,7 @@ class Objective(nn.Module):
         )
 
     @torch.no_grad()
-    def look_at_scores(self, samples: Batch, labels: Tensor | None) -> str | None:
+    def check_scores(self, samples: Batch, labels: Tensor | None) -> str | None:
         """Checks the model's scores in its present mode; returns a new line if they are odd. Collective if it is cut.
 
         A loss that the model computes itself is checked by `compare`.
@@ -673,7 +673,7 @@ class Objective(nn.Module):
         if shifts is None:
             # The model does not say it, so the batches have to.
             if self._repeats is None:
-                self.look_at(batch)
+                self.check_batch(batch)
             shifts = self._repeats is not False
         return next_labels(labels) if shifts and labels.dim() > 1 else labels
 

@@ -30,7 +30,7 @@ from slurm_train.models.causal_lm import (
 )
 from slurm_train.models.first_weights import Index, Read, Stored, begin_with, stored_tensors
 from slurm_train.models.gpt import GPT
-from slurm_train.models.pretrained_names import TOKENIZER_FILE, Architecture, Place, gpt_form
+from slurm_train.models.pretrained_names import TOKENIZER_FILE, Architecture, WeightPlace, gpt_form
 from slurm_train.rundir.files import read_json
 
 _GPT = f"{GPT.__module__}.{GPT.__qualname__}"
@@ -248,7 +248,7 @@ def load_pretrained(
             f"train.init_from={path} is a directory of transformers' layout, which model=hf takes as it is",
             hint=f"leave train.init_from out and set model.path={path}",
         )
-    places = {name: Place(name) for name, _ in model.named_parameters()}
+    places = {name: WeightPlace(name) for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     is_theirs = path.is_dir() and settings.get("_target_") == _GPT
     ignored: tuple[str, ...] = ()
@@ -281,7 +281,7 @@ def load_pretrained(
     reads = {name: _placed(holders[stored[place.name]], place) for name, place in places.items()}
     for name in buffers.keys() & holders.keys():
         tensors[name] = buffers[name]
-        reads[name] = _placed(holders[name], Place(name))
+        reads[name] = _placed(holders[name], WeightPlace(name))
     for name, (_, shape) in reads.items():
         if tensors[name].shape != shape:
             raise ConfigError(
@@ -292,7 +292,7 @@ def load_pretrained(
         begin_with(tensors[name], read)
 
 
-def _placed(tensor: Stored, place: Place) -> tuple[Read, tuple[int, ...]]:
+def _placed(tensor: Stored, place: WeightPlace) -> tuple[Read, tuple[int, ...]]:
     """Returns what reads a parameter from the tensor that it is a part of, and its shape."""
     if place.third is None and not place.is_transposed:
         return tensor, tensor.shape

@@ -23,7 +23,7 @@ _FROM_DATA = ("eva", "corda", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightPlace:
     """Where a parameter lies in the other layout."""
 
     name: str
@@ -50,13 +50,13 @@ class Architecture:
     is_transposed: bool = False
     """Whether the matrices of its blocks have inputs before outputs."""
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> WeightPlace:
         """Returns where a parameter of ours lies, e.g. of "blocks.3.attention.q.weight"."""
         part, _, kind = name.rpartition(".")
         if not part.startswith("blocks."):
-            return Place(f"{self.parts[part]}.{kind}")
+            return WeightPlace(f"{self.parts[part]}.{kind}")
         _, number, part = part.split(".", 2)
-        return Place(
+        return WeightPlace(
             f"{self.block.format(number)}.{self.block_parts[part]}.{kind}",
             third=self.thirds.get(part),
             is_transposed=self.is_transposed and kind == "weight" and not part.endswith("norm"),

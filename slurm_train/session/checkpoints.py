@@ -16,7 +16,7 @@ from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.session.interface import Checkpoint
 from slurm_train.session.losses import LossWatch
 from slurm_train.session.orders import ORDERS, Orders
-from slurm_train.session.passes import PASSES, Passes
+from slurm_train.session.passes import PASSES, LoaderPasses
 from slurm_train.session.random_streams import RandomStreams
 from slurm_train.session.rank_run import RankRun
 
@@ -37,7 +37,7 @@ class SessionCheckpoints:
         self._resumption = Resumption(rank.run, self.place)
         self._log = SaveLog(rank.run, rank.attempt) if is_first else None
         self.orders = Orders()
-        self.passes = Passes()
+        self.passes = LoaderPasses()
         self.random = RandomStreams(rank.place.rank)
         self.loaded: Checkpoint | None = None
         """What the program continues; None at the beginning of its training."""
@@ -69,7 +69,7 @@ class SessionCheckpoints:
             )
         return choice
 
-    def take(self, choice: Choice | None) -> None:
+    def continue_from(self, choice: Choice | None) -> None:
         """Continues from a checkpoint that all ranks have chosen; None: from the beginning."""
         self._resumption.take(choice)
         self.newest_step = self.resumed_step
@@ -78,12 +78,12 @@ class SessionCheckpoints:
         if self._losses is not None:
             self._losses.begin(self.resumed_step, {} if choice is None else choice.manifest.extra)
         self.loaded = None
-        self.passes.take([] if choice is None else choice.manifest.extra.get(PASSES, []))
+        self.passes.continue_from([] if choice is None else choice.manifest.extra.get(PASSES, []))
         if choice is None:
-            self.orders.take(0, [])
+            self.orders.continue_from(0, [])
             return
         manifest = choice.manifest
-        self.orders.take(manifest.step, manifest.extra.get(ORDERS, []))
+        self.orders.continue_from(manifest.step, manifest.extra.get(ORDERS, []))
         self.loaded = Checkpoint(path=choice.path, step=manifest.step, world_size=manifest.world_size)
         self._rank.say(*choice.warnings, choice.resuming)
         if manifest.world_size != self._rank.place.world_size and not self.orders.saved:
@@ -105,14 +105,14 @@ class SessionCheckpoints:
         if step < self.newest_step:
             self._is_behind = True
         self.orders.begin(step)
-        repeated = self.random.look(None if self.loaded is None else self.loaded.path)
+        repeated = self.random.find_repeats(None if self.loaded is None else self.loaded.path)
         if repeated:
             print(
                 f"slurm_train: since the resume, rank {self._rank.place.rank} draws the random numbers of the first "
                 f"steps again ({', '.join(repeated)}): call `restore_random()` of the session right before the loop",
                 file=sys.stderr,
             )
-        self._rank.say(self.passes.look(self.resumed_step))
+        self._rank.say(self.passes.check_loaders(self.resumed_step))
         self._resumption.move_on()
 
     def add_save(self, step: int) -> None:
@@ -129,7 +129,7 @@ class SessionCheckpoints:
                 program has not asked for; or the batches of the order of samples are behind the steps.
         """
         self._require_ahead(step)
-        self._rank.say(self.orders.look(step))
+        self._rank.say(self.orders.check_behind(step))
 
     def _require_ahead(self, step: int) -> None:
         if step < self.newest_step or (step == self.newest_step and self._is_behind):

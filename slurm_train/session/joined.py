@@ -91,7 +91,7 @@ class JoinedSession(Session):
             progress.add_evaluation(step, numbers)
             return
         if progress.step is None and self._training is not None:
-            self._training.look()
+            self._training.check_first_step()
         if step != progress.step:
             self._checkpoints.add_step(step)
         progress.add_step(step, numbers, resumed_step=self._checkpoints.resumed_step)
@@ -119,7 +119,7 @@ class JoinedSession(Session):
     def should_stop(self) -> str:
         """See `Session.should_stop`."""
         guard_calls(self._rank.stop)
-        self._stopping.look()
+        self._stopping.check_clock()
         self._warn_of_other_handlers()
         if self._stop_reason:
             return self._stop_reason
@@ -190,7 +190,7 @@ class JoinedSession(Session):
             )
         with self._around_load():
             choice = self._checkpoints.choose(self._calls.group())
-            self._checkpoints.take(choice)
+            self._checkpoints.continue_from(choice)
         return self._checkpoints.loaded
 
     def restore_random(self) -> None:

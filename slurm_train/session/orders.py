@@ -49,7 +49,7 @@ class Orders:
     """By the number of the call, of those that follow the steps of the checkpoint."""
     _has_noted: bool = False
 
-    def take(self, step: int, saved: list[dict[str, int]]) -> None:
+    def continue_from(self, step: int, saved: list[dict[str, int]]) -> None:
         """Takes over the step and the orders of a checkpoint from which the program begins, or to which it goes back.
 
         Raises:
@@ -106,7 +106,7 @@ class Orders:
                 reading.lead = reading.batches.steps_given - step
                 reading.since = step
 
-    def look(self, step: int) -> str:
+    def check_behind(self, step: int) -> str:
         """Returns what is to be said at a save of batches that do not keep pace with the steps, "" for nothing.
 
         Raises:

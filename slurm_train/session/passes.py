@@ -40,7 +40,7 @@ class _Pass:
     is_over: bool = False
 
 
-class Passes:
+class LoaderPasses:
     """The passes over loaders of torch in this process."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Passes:
         """Whether a loader of torch has given a batch since the last step, or is in a pass."""
         return bool(self._at_step or self._under_way)
 
-    def take(self, saved: list[list[Any]]) -> None:
+    def continue_from(self, saved: list[list[Any]]) -> None:
         """Takes over the passes of the checkpoint that the program continues, and begins to watch loaders."""
         # Versions before wrote no lengths and no streams.
         self._saved = [(str(first), int(given), more[0] if more else None) for first, given, *more in saved]
@@ -115,7 +115,7 @@ class Passes:
         streams = _streams() if under_way else ""
         return [[one.first, one.given, one.length, streams] for one in under_way]
 
-    def look(self, step: int) -> str:
+    def check_loaders(self, step: int) -> str:
         """Takes note of a step; returns what is to be said at the first one after a resume, "" for nothing.
 
         Args:

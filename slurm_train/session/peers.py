@@ -16,7 +16,7 @@ from typing import Any
 
 from slurm_train.checkpoint.agreement import Group, Peers
 from slurm_train.distributed.master import master_of, meeting_ports
-from slurm_train.distributed.meeting import Channel, Meeting, MeetingPoint, Search, listen
+from slurm_train.distributed.meeting import Channel, Meeting, MeetingPoint, PortSearch, listen
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import resolve_master
 from slurm_train.errors import RendezvousError
@@ -59,7 +59,7 @@ class SocketPeers(Peers):
             if missing:
                 raise self._error(f"ranks {', '.join(map(str, missing))} have not come")
             return
-        search = Search(place, point)
+        search = PortSearch(place, point)
         targets: list[tuple[str, int]] = []
         for port in point.ports:
             targets += [(address, port) for address in addresses]

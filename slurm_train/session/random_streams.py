@@ -81,7 +81,7 @@ class RandomStreams:
         seed_everything(int.from_bytes(digest, "big"), data_parallel_rank=self._rank)
         return ""
 
-    def look(self, checkpoint: Path | None) -> list[str]:
+    def find_repeats(self, checkpoint: Path | None) -> list[str]:
         """Returns the generators whose numbers are those of the training's first steps again. Called after each step.
 
         It compares the states at the first report of this attempt, and whether the next step has drawn.

@@ -155,7 +155,7 @@ class StopFlag:
             return name, max(0.0, time.monotonic() - self.signal_at)
         return self.asked_by or "another rank", 0.0
 
-    def look_at(self, stop_file: Path, *, every_s: float = 1.0) -> None:
+    def check_file(self, stop_file: Path, *, every_s: float = 1.0) -> None:
         """Asks for a stop if the file exists; looks at most once in `every_s` seconds."""
         now_s = self._clock()
         if now_s < self._next_look_s:

@@ -43,12 +43,12 @@ class Stopping:
         self._notice = Notice()
         self._next_read_s = 0.0
 
-    def look(self) -> None:
+    def check_clock(self) -> None:
         """Asks for a stop if the STOP file exists, or the time limit is near; rank 0 looks."""
         if not self._rank.place.is_first:
             return
         stop = self._rank.stop
-        stop.look_at(self._rank.run.stop_file)
+        stop.check_file(self._rank.run.stop_file)
         notice = self._read()
         if notice.end_unix_s is None or stop.requested:
             return

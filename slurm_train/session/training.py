@@ -66,7 +66,7 @@ class RunTraining(Training):
                 )
             if choice is not None:
                 notes += self._state.restore(choice)
-            self._checkpoints.take(choice)
+            self._checkpoints.continue_from(choice)
         self._say(*notes)
         return 0 if choice is None else choice.manifest.step
 
@@ -118,7 +118,7 @@ class RunTraining(Training):
             for name in names:
                 setattr(module, name, wait_and_destroy)
 
-    def look(self) -> None:
+    def check_first_step(self) -> None:
         """Checks after the first step that a save will have all that is trained, and prepares memory for it.
 
         Raises:

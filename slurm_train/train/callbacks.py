@@ -23,7 +23,7 @@ from slurm_train.config.target import TARGET, instantiate, keywords_in_source
 from slurm_train.errors import ConfigError
 from slurm_train.metrics import direction_of
 from slurm_train.rundir.scores import values_of
-from slurm_train.train.continuity import Measured
+from slurm_train.train.continuity import EvaluationBasis
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -269,7 +269,7 @@ class Monitor(Callback):
         self.mode = direction or "min"
         self.sign = 1.0 if self.mode == "min" else -1.0
         self.follower = follower
-        self.measured: Measured | None = None
+        self.measured: EvaluationBasis | None = None
 
     def attach(self, parts: Parts) -> None:
         """Keeps what evaluations of this attempt measure; scores of a follower are of what it measures."""
@@ -281,7 +281,7 @@ class Monitor(Callback):
 
     def can_compare(self, state: Mapping[str, Any]) -> bool:
         """Returns whether the values of a state are measures of the same samples and weights as those to come."""
-        return self.measured is None or not self.measured.differs_from(Measured.of(state.get("measured")))
+        return self.measured is None or not self.measured.differs_from(EvaluationBasis.of(state.get("measured")))
 
     def read(self, measures: Mapping[str, float]) -> float:
         """Returns the measure.

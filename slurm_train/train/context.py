@@ -43,7 +43,7 @@ from slurm_train.session.client import enter
 from slurm_train.session.interface import Session
 from slurm_train.session.rank_run import LONGEST_SUSPENSION_S, RankRun
 from slurm_train.session.signals import StopFlag
-from slurm_train.train.continuity import Measured
+from slurm_train.train.continuity import EvaluationBasis
 from slurm_train.train.inputs import ModelInputs
 
 _DETERMINISTIC = {
@@ -184,7 +184,7 @@ class Parts(Built):
     """This rank's stages; None where every rank computes all layers."""
     group_names: list[list[str]] | None = None
     """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
-    measured: Measured | None = None
+    measured: EvaluationBasis | None = None
     """What evaluations measure; None where there are none."""
 
 

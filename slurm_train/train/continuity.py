@@ -23,7 +23,7 @@ from slurm_train.rundir.paths import RunDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class EvaluationBasis:
     """What the evaluations of an attempt measure: numbers of another one are not compared with theirs."""
 
     data: str
@@ -34,11 +34,11 @@ class Measured:
     """Whether averaged weights are measured, and not the trained ones."""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any] | None) -> Measured | None:
+    def of(cls, values: Mapping[str, Any] | None) -> EvaluationBasis | None:
         """Returns what `asdict` gave; None for None, which is of a version that did not record it."""
         return None if values is None else cls(**values)
 
-    def differs_from(self, other: Measured | None) -> bool:
+    def differs_from(self, other: EvaluationBasis | None) -> bool:
         """Returns whether another attempt is known to have measured something else."""
         if other is None:
             return False
@@ -74,7 +74,7 @@ class Continuity:
     """Samples of one epoch."""
     changes: list[AcceptedChange]
     """What was accepted in the middle of the run so far."""
-    measured: Measured | None = None
+    measured: EvaluationBasis | None = None
     """What is evaluated; None where nothing is."""
 
     def as_extra(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Continuity:
 
     def note_on_measures(self, manifest: Manifest) -> str | None:
         """Returns a note for the user where evaluations measure something else than those before a checkpoint."""
-        before = Measured.of(manifest.extra.get("measured"))
+        before = EvaluationBasis.of(manifest.extra.get("measured"))
         if self.measured is None or not self.measured.differs_from(before):
             return None
         return (
@@ -160,7 +160,7 @@ def build_continuity(
     global_size: int,
     data: str,
     num_samples: int,
-    measured: Measured | None = None,
+    measured: EvaluationBasis | None = None,
 ) -> Continuity:
     """Returns the facts of this attempt.
 

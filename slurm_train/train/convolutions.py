@@ -63,11 +63,11 @@ def has_images(batch: Batch) -> bool:
     """Returns whether a batch has tensors that may be images: floating-point, with four dimensions."""
     shapes: list[bool] = []
 
-    def look(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> Tensor:
         shapes.append(tensor.dim() == 4 and tensor.is_floating_point())
         return tensor
 
-    map_tensors(look, batch)
+    map_tensors(note, batch)
     return not is_nested(batch) and any(shapes)
 
 

@@ -34,7 +34,7 @@ from slurm_train.models.objective import Objective, labels_in
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.callbacks import Callback, Monitor
 from slurm_train.train.context import Parts, Rank, gather
-from slurm_train.train.continuity import Measured
+from slurm_train.train.continuity import EvaluationBasis
 from slurm_train.train.inputs import ModelInputs
 from slurm_train.train.preserve import modes_kept, preserved
 from slurm_train.train.stops import by_exchange
@@ -131,7 +131,7 @@ class Evaluator:
         """Returns whether the collate function draws random numbers, or the model does for a batch, by trying it."""
         numbers = np.arange(min(2, len(self.source)), dtype=np.int64)
         collates_at_random = describe(self.source).collates_at_random
-        self._look_at_scores(batch)
+        self._check_scores(batch)
         batch = self._on_device(batch)
         self._seed(0)
         before = (stream_positions(), positions_of(self._own))
@@ -164,7 +164,7 @@ class Evaluator:
         batch = self._on_device(samples)
         with preserved(self.objective.model), modes_kept(self.objective), torch.no_grad():
             self.objective.eval()
-            self._look_at_scores(samples)
+            self._check_scores(samples)
             with self.inputs.in_precision():
                 sums = _as_numbers(self._sums_of(batch))
         of_ranks = gather(sums)
@@ -190,14 +190,14 @@ class Evaluator:
             with self.inputs.in_precision():
                 return self.objective.gives_held_out_loss(batch)
 
-    def _look_at_scores(self, batch: Any) -> None:
+    def _check_scores(self, batch: Any) -> None:
         """Checks held-out labels and scores, as the first step checks its own; prints a line if they are odd."""
         is_cut = self.pipeline is not None or self.inputs.sequence_part is not None
         if is_cut or is_nested(batch) or hasattr(self.objective.model, "evaluation_sums"):
             return
         samples = self._on_device(map_tensors(lambda tensor: tensor[:2], batch))
         with self.inputs.in_precision():
-            self.rank.say(self.objective.look_at_scores(samples, labels_in(batch)))
+            self.rank.say(self.objective.check_scores(samples, labels_in(batch)))
 
     def _on_device(self, batch: Any) -> Any:
         """Returns this rank's part of a batch on the device; the shards get float inputs as they are."""
@@ -263,7 +263,7 @@ def _num_evaluated(rank: Rank, source: SampleSource) -> int:
     return len(source) if max_batches is None else min(len(source), max_batches * rank.plan.global_size)
 
 
-def find_measured(parts: Parts) -> Measured | None:
+def find_measured(parts: Parts) -> EvaluationBasis | None:
     """Returns what evaluations of this attempt measure; None where there are none. Collective."""
     rank = parts.rank
     source = parts.heldout
@@ -273,7 +273,7 @@ def find_measured(parts: Parts) -> Measured | None:
     num_samples = _num_evaluated(rank, source)
     # Files may change while the ranks read them, and all have to compare alike.
     data = on_rank_zero(dist.group.WORLD, source.fingerprint)
-    return Measured(data=data, num_samples=num_samples, averaged=averaged)
+    return EvaluationBasis(data=data, num_samples=num_samples, averaged=averaged)
 
 
 def measures(of_ranks: list[dict[str, float]], *, bytes_per_item: float | None) -> dict[str, float]:

@@ -52,27 +52,27 @@ def follow_checkpoints(rank: Rank) -> int:
     first = _First(rank) if rank.place.is_first else None
     while True:
         rank.heartbeat.mark("evaluate")
-        look = on_rank_zero(group, first.look if first is not None else _nothing)
+        found = on_rank_zero(group, first.find_next if first is not None else _nothing)
         if by_exchange(rank.stop):
             shutdown()
             return EXIT_REQUEUE
-        if look.is_over:
+        if found.is_over:
             break
-        if look.waiting is None:
+        if found.waiting is None:
             continue
         start_s = time.monotonic()
         try:
-            _, manifest = load_weights(parts, look.waiting.save)
+            _, manifest = load_weights(parts, found.waiting.save)
         except UnknownCheckpointError:
             raise
         except CheckpointError as err:
-            score = look.waiting.not_scored(err.message)
+            score = found.waiting.not_scored(err.message)
         else:
             values = measure(parts)
             if values is None:
                 shutdown()
                 return EXIT_REQUEUE
-            score = look.waiting.scored(
+            score = found.waiting.scored(
                 named(values, name),
                 attempt=manifest.attempt,
                 parent=manifest.parent,
@@ -86,7 +86,7 @@ def follow_checkpoints(rank: Rank) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
+class _Next:
     """What rank 0 has found, for all ranks."""
 
     waiting: Waiting | None = None
@@ -108,18 +108,18 @@ class _First:
         self._pause_s = _LOOK_S
         self._says_waiting = True
 
-    def look(self) -> _Look:
+    def find_next(self) -> _Next:
         """Returns the next checkpoint, or that the run is over; waits for a moment where there is none."""
         rank = self._rank
-        rank.stop.look_at(rank.run.stop_file)
+        rank.stop.check_file(rank.run.stop_file)
         is_over = self._follower.is_over()
         waiting = self._follower.next()
         if waiting is not None:
             self._pause_s = _LOOK_S
             self._says_waiting = True
-            return _Look(waiting=waiting)
+            return _Next(waiting=waiting)
         if is_over:
-            return _Look(is_over=True)
+            return _Next(is_over=True)
         if self._says_waiting:
             self._says_waiting = False
             rank.say(f"waits for the next checkpoint of {self._follower.run.path}")
@@ -127,7 +127,7 @@ class _First:
         while time.monotonic() < end_s and not rank.stop.requested:
             time.sleep(0.05)
         self._pause_s = min(2 * self._pause_s, _LONGEST_LOOK_S)
-        return _Look()
+        return _Next()
 
     def record(self, score: Score) -> None:
         """Writes the line of a score."""

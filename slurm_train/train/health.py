@@ -81,7 +81,7 @@ class Health:
         median = statistics.median(recent)
         return settings.spike_factor * median if median > 0 else float("inf")
 
-    def take(self, result: StepResult, position: Position) -> None:
+    def judge(self, result: StepResult, position: Position) -> None:
         """Checks the result of a step: records the loss of a good step, writes an event for a bad one.
 
         Raises:

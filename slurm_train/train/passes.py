@@ -93,7 +93,7 @@ class Passes:
         """The order of DDP's buckets, for checkpoints; empty where there is none."""
         return []
 
-    def arrange(self, batch: Batch, *, bucket_order: Sequence[int] = ()) -> str | None:
+    def check_first_batch(self, batch: Batch, *, bucket_order: Sequence[int] = ()) -> str | None:
         """Prepares the first step; returns a note for the user, if there is one. Collective.
 
         Args:
@@ -125,14 +125,14 @@ class Passes:
                 hint="give float32, set parallel.gather_dtype=float32, or define training_loss(batch) on the model",
             )
         notes: list[str | None] = []
-        objective.look_at(batch)
+        objective.check_batch(batch)
         notes.append(objective.other_loss(batch))
         if layout.pp * layout.cp == 1:
             has_lists = is_nested(batch)
             some = batch if has_lists else map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch)
             samples = to_device(some, self._device)
             with preserved(objective.model), self._inputs.in_precision():
-                notes.append(objective.look_at_scores(samples, labels_in(batch)))
+                notes.append(objective.check_scores(samples, labels_in(batch)))
                 notes.append(objective.compare(samples, is_precise=self._rank.autocast is None))
             if not has_lists:
                 notes.append(tune_convolutions(self._rank, objective, samples, inputs=self._inputs))
@@ -180,7 +180,7 @@ class Passes:
     def forget(self) -> None:
         """Drops what the step has left, but for the gradients of the model."""
 
-    def take(self, batches: Iterator[MicroBatch]) -> Any:
+    def next_batch(self, batches: Iterator[MicroBatch]) -> Any:
         """Returns the next micro-batch on the device, and adds the time that the step has waited for it."""
         self._mark("data")
         start = self._clock()
@@ -249,9 +249,9 @@ class ReplicaPasses(Passes):
         """The order of DDP's buckets, for checkpoints; empty where there is none."""
         return [] if self._order is None else self._order.numbers
 
-    def arrange(self, batch: Batch, *, bucket_order: Sequence[int] = ()) -> str | None:
+    def check_first_batch(self, batch: Batch, *, bucket_order: Sequence[int] = ()) -> str | None:
         """Checks the model with a micro-batch, and restores the order of DDP's buckets. Collective."""
-        note = super().arrange(batch, bucket_order=bucket_order)
+        note = super().check_first_batch(batch, bucket_order=bucket_order)
         if self._order is not None and self._order.repeat(bucket_order):
             self._may_accumulate = True
         return note
@@ -261,9 +261,9 @@ class ReplicaPasses(Passes):
         self.buffers.take_first_ranks()
         for _ in range(self._accumulation * num_batches - 1):
             with self._without_exchange():
-                self._module.backward(self._compute(self.take(batches)))
+                self._module.backward(self._compute(self.next_batch(batches)))
         with self._with_order_recorded():
-            self._module.backward(self._compute(self.take(batches)))
+            self._module.backward(self._compute(self.next_batch(batches)))
         self._may_accumulate = True
 
     def _without_exchange(self) -> contextlib.AbstractContextManager[Any]:
@@ -375,7 +375,7 @@ class ShardPasses(Passes):
     def _run(self, batches: Iterator[MicroBatch], *, num_batches: int) -> None:
         values = self._no_values()
         for number in range(self._accumulation * num_batches, 0, -1):
-            tensors = self.take(batches)
+            tensors = self.next_batch(batches)
             # Shards are reduced in every backward pass, since a whole gradient would have to stay otherwise; copies of
             # shards (HSDP) are reduced once. Each pass is also completed: after one that is not, FSDP prefetches blocks
             # in the wrong order.
@@ -462,7 +462,7 @@ class PipelinePasses(ShardPasses):
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients; all micro-batches of the step are in the pipeline at once."""
         assert num_batches == 1, "the schedule has a fixed number of micro-batches"
-        taken = [self.take(batches) for _ in range(self._accumulation)]
+        taken = [self.next_batch(batches) for _ in range(self._accumulation)]
         inputs, targets = (torch.cat(parts) for parts in zip(*taken, strict=True))
         losses: list[Tensor] = []
         arguments = [inputs] if self._pipeline.is_first else []

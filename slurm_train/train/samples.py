@@ -65,7 +65,7 @@ class Samples:
         # Digests of all ranks' samples by step, until the step's result is read.
         self._digests: dict[int, int] = {}
 
-    def look_at_first(self) -> MicroBatch:
+    def peek(self) -> MicroBatch:
         """Returns the first micro-batch without consuming it: the first step takes it again."""
         first = next(self.stream)
         self.stream = chain((first,), self.stream)
@@ -90,7 +90,7 @@ class Samples:
         dist.all_reduce(total)
         self._digests[step] = int(total.item()) % DIGEST_MODULUS
 
-    def take_digest(self, step: int) -> int | None:
+    def pop_digest(self, step: int) -> int | None:
         """Returns the digest of a step's samples, once; None where there are no digests."""
         return self._digests.pop(step, None)
 

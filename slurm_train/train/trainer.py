@@ -94,7 +94,7 @@ class Trainer:
         if self.position.evaluation_due or self._is_over:
             self._evaluate()
         if not self._is_over:
-            self._look_at_first_batch()
+            self._check_first_batch()
         try:
             self.advance(self.max_steps)
             self._read_pending()
@@ -155,16 +155,16 @@ class Trainer:
     def _read(self, result: StepResult) -> None:
         """Reads a step's reduced values, which are the same on every rank."""
         step = result.facts.step
-        self.health.take(result, self.position)
+        self.health.judge(result, self.position)
         if result.applied:
             self.position.items += result.num_items
             self.position.loss = result.loss
         self.stops.agree(result.stop)
-        digest = self.samples.take_digest(step)
+        digest = self.samples.pop_digest(step)
         self.progress.count(result)
         if step % self.rank.config.train.log_every_steps == 0 or step == self.max_steps:
             self.progress.write(result, items=self.position.items, digest=digest)
-        self.stops.look()
+        self.stops.check_clock()
 
     def _after_step(self) -> None:
         """Calls the callbacks, evaluates and saves, where that is due."""
@@ -253,10 +253,10 @@ class Trainer:
             self._pass_on_news()
         return False
 
-    def _look_at_first_batch(self) -> None:
+    def _check_first_batch(self) -> None:
         with self.progress.span("compile_s"):
-            first = self.samples.look_at_first()
-            self.say(self.stepper.passes.arrange(first.tensors, bucket_order=self.position.bucket_order))
+            first = self.samples.peek()
+            self.say(self.stepper.passes.check_first_batch(first.tensors, bucket_order=self.position.bucket_order))
 
     def _read_pending(self) -> bool:
         """Reads the values that are still on their way; returns whether one of them took the run back."""

@@ -85,7 +85,7 @@ def follow_with_script(
     create_empty(run.scores)
     follower = Follower(run, attempt, SlurmCommands(env))
     while True:
-        stop.look_at(run.stop_file)
+        stop.check_file(run.stop_file)
         if stop.requested:
             return EXIT_REQUEUE
         is_over = follower.is_over()
@@ -153,7 +153,7 @@ def _score(
         # Looked at before the last look for a stop: a scorer that got the same signal may end first, with what it had.
         is_over = process.poll() is not None
         time.sleep(_POLL_S)
-        stop.look_at(run.stop_file)
+        stop.check_file(run.stop_file)
         if stop.requested:
             _end(process)
             return None

@@ -232,7 +232,7 @@ def start_of_all(size: int, folder: Path) -> Cost:
 def waiting(size: int, folder: Path) -> Cost:
     """A rank that waits for a rank 0 that is late; extra: connections of all ranks in a second."""
     from slurm_train.distributed.master import candidate_ports
-    from slurm_train.distributed.meeting import MeetingPoint, Search
+    from slurm_train.distributed.meeting import MeetingPoint, PortSearch
 
     calls, real = [0], socket.socket.connect_ex
 
@@ -244,7 +244,7 @@ def waiting(size: int, folder: Path) -> Cost:
     socket.socket = Counting  # type: ignore[misc]
     ports = candidate_ports("bench")
     point = MeetingPoint(master_addr="", ports=ports, run_id="bench", attempt=0, timeout_s=300.0, secret="s")
-    search = Search(place_of(1, size), point)
+    search = PortSearch(place_of(1, size), point)
     search.set_targets([("127.0.0.1", port) for port in ports])
     with counted() as counts:
         assert search.run(until=time.monotonic() + _WATCHED_S) is None

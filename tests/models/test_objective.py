@@ -142,7 +142,7 @@ ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
 )
 def test_the_losses_of_a_detector_are_added_and_count_for_each_image(given: Any) -> None:
     objective = Objective(Detector(given))
-    objective.look_at(BOXES)
+    objective.check_batch(BOXES)
     assert [value.item() for value in objective(BOXES)] == [6, 2]
     assert numbers(objective.evaluation_sums(BOXES)) == {"loss": 6, "count": 2}
     assert objective.gives_held_out_loss(BOXES)
@@ -162,9 +162,9 @@ def test_predictions_of_a_detector_are_no_loss(given: Any) -> None:
 def test_lists_in_other_batches_or_for_other_models_are_refused_before_the_first_step(batch: Any) -> None:
     for objective in (Objective(Detector({})), Objective(Given())):
         with pytest.raises(ConfigError, match="cannot be scored"):
-            objective.look_at(batch)
+            objective.check_batch(batch)
     with pytest.raises(ConfigError, match="cannot be scored"):
-        Objective(Given()).look_at(BOXES)
+        Objective(Given()).check_batch(BOXES)
 
 
 class Scores(nn.Module):
@@ -200,7 +200,7 @@ def test_labels_of_a_dict_that_repeat_the_inputs_are_compared_with_the_next_toke
     logits = torch.randn(2, 4, 5)
     objective = Objective(Scores(logits))
     batch = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS), "labels": labels}
-    objective.look_at(batch)
+    objective.check_batch(batch)
     expected = default_sums(logits, torch.tensor(targets))
     assert objective.evaluation_sums(batch) == expected
     assert objective(batch) == (expected["loss"], expected["count"])
@@ -216,18 +216,18 @@ def test_targets_that_are_the_inputs_are_refused_but_for_a_model_with_a_loss_of_
     with pytest.raises(
         ConfigError, match=r"the targets are the inputs wherever they count.*\nhint: give \(tokens\[:-1"
     ):
-        Objective(Given()).look_at((TOKENS, MASKED))
-    own(training_loss=None).look_at((TOKENS, MASKED))
+        Objective(Given()).check_batch((TOKENS, MASKED))
+    own(training_loss=None).check_batch((TOKENS, MASKED))
     for other in ((TOKENS, AHEAD), (torch.ones_like(TOKENS), torch.ones_like(TOKENS)), (torch.ones(2, 3),) * 2):
-        Objective(Given()).look_at(other)
+        Objective(Given()).check_batch(other)
 
 
 def test_a_model_with_a_training_step_is_refused_but_for_one_that_says_what_is_trained_here() -> None:
     batch = (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ConfigError, match="Own has a training_step") as refused:
-        own(training_step=None).look_at(batch)
+        own(training_step=None).check_batch(batch)
     assert "own-training-program.md" in str(refused.value)
-    own(training_step=None, training_loss=None).look_at(batch)
+    own(training_step=None, training_loss=None).check_batch(batch)
 
 
 class Both(nn.Module):
@@ -248,12 +248,12 @@ class Unpacks(nn.Module):
 def test_a_model_that_cannot_be_called_with_the_inputs_is_refused_before_the_first_step() -> None:
     batch = (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ConfigError) as refused:
-        Objective(Both()).look_at(batch)
+        Objective(Both()).check_batch(batch)
     assert "Both.forward takes x, y; of a batch (inputs, targets) it is called with the inputs" in str(refused.value)
     assert "training_loss(batch)" in str(refused.value.hint)
     with pytest.raises(ConfigError, match="Module has no method forward"):
-        Objective(nn.Module()).look_at(batch)
-    own(training_loss=None).look_at(batch)
+        Objective(nn.Module()).check_batch(batch)
+    own(training_loss=None).check_batch(batch)
 
 
 def test_a_model_that_raises_is_said_to_have_been_called_with_the_inputs() -> None:
@@ -319,7 +319,7 @@ def test_a_dict_without_whole_number_labels_is_scored_by_the_models_own_mean() -
 def test_a_dict_that_the_model_cannot_use_is_refused() -> None:
     objective = Objective(Scores(torch.zeros(2, 4, 5)))
     with pytest.raises(ConfigError, match=r"a batch has idx, which Scores does not take \(forward takes input_ids, "):
-        objective.look_at({"input_ids": TOKENS, "idx": TOKENS, "labels": TOKENS})
+        objective.check_batch({"input_ids": TOKENS, "idx": TOKENS, "labels": TOKENS})
     with pytest.raises(ConfigError, match="a batch of input_ids has no whole-number labels, and Scores gives no loss"):
         objective({"input_ids": TOKENS})
 

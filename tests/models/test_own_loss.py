@@ -43,7 +43,7 @@ def test_losses_of_the_library_are_trained_as_they_are(kind: str) -> None:
     torch.manual_seed(1)
     model, batch = build(kind=kind), batch_of(kind)
     objective = Objective(model)
-    objective.look_at(batch)
+    objective.check_batch(batch)
     objective.compare(batch, is_precise=True)
     assert model.training
     model.eval()
@@ -323,10 +323,10 @@ def test_labels_without_a_score_are_refused_before_the_library_scores_them(
     objective = Objective(model)
     batch = {"input_ids": torch.ones(3, 2, dtype=torch.int64), "labels": torch.tensor(labels)}
     if said is None:
-        objective.look_at(batch)
+        objective.check_batch(batch)
         return
     with pytest.raises(ConfigError, match=said):
-        objective.look_at(batch)
+        objective.check_batch(batch)
 
 
 @pytest.mark.full
@@ -376,7 +376,7 @@ def test_next_tokens_as_labels_of_a_model_that_shifts_are_refused() -> None:
     tokens = batch_of("causal")["input_ids"]
     for kind in ("causal", "decoder that does not shift"):
         objective, batch = Objective(build(kind=kind)), {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
-        objective.look_at(batch)
+        objective.check_batch(batch)
         objective.compare(batch, is_precise=True)
         if kind == "causal":
             with pytest.raises(ConfigError, match="the labels are the next tokens already, and LlamaForCausalLM"):

@@ -93,7 +93,7 @@ def test_a_program_that_draws_its_first_numbers_again_is_told(
         looks = []
         for _ in range(3):
             step()
-            looks.append(streams.look(checkpoint))
+            looks.append(streams.find_repeats(checkpoint))
         return looks
 
     first = RandomStreams(0)

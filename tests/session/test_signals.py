@@ -233,13 +233,13 @@ def test_stop_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
     now = [10.0]
     flag = StopFlag(clock=lambda: now[0])
     stop_file = tmp_path / "STOP"
-    flag.look_at(stop_file)
+    flag.check_file(stop_file)
     stop_file.touch()
     now[0] = 10.9
-    flag.look_at(stop_file)
+    flag.check_file(stop_file)
     assert flag.requested == 0
     now[0] = 11.0
-    flag.look_at(stop_file)
+    flag.check_file(stop_file)
     assert flag.requested == 1
 
 

@@ -21,10 +21,10 @@ def test_the_clock_asks_when_what_a_stop_takes_is_what_is_left(tmp_path: Path) -
     spent = Spent(begin_unix_s=0, longest_save_s=20.0, longest_step_s=5.0)  # 15 + 1.5 x (10 + 40) = 90
     now, flag = [1909.0], StopFlag()
     stopping = Stopping(make_rank(run.path, attempt=0, stop=flag), spent=spent, clock=lambda: now[0])
-    stopping.look()
+    stopping.check_clock()
     assert not flag.requested
     now[0] = 1911.0
-    stopping.look()
+    stopping.check_clock()
     assert flag.requested and flag.ask()[0] == "clock"
 
 
@@ -32,7 +32,7 @@ def test_the_clock_asks_when_what_a_stop_takes_is_what_is_left(tmp_path: Path) -
 def test_without_a_limit_the_clock_asks_for_nothing(tmp_path: Path, notice: Notice) -> None:
     flag = StopFlag()
     run = run_with_notice(tmp_path, notice)
-    Stopping(make_rank(run.path, stop=flag), spent=Spent(begin_unix_s=0), clock=lambda: 1e12).look()
+    Stopping(make_rank(run.path, stop=flag), spent=Spent(begin_unix_s=0), clock=lambda: 1e12).check_clock()
     assert not flag.requested
 
 
@@ -40,7 +40,7 @@ def test_a_stop_file_asks_as_well(tmp_path: Path) -> None:
     run, flag = run_with_notice(tmp_path, Notice(end_unix_s=1e12)), StopFlag()
     run.stop_file.touch()
     stopping = Stopping(make_rank(run.path, attempt=0, stop=flag), spent=Spent(begin_unix_s=0), clock=lambda: 1000.0)
-    stopping.look()
+    stopping.check_clock()
     assert flag.ask()[0] == "file"
     assert stopping.decide_save(step=7) == (None, "")
     (event,) = read_events(run, "stop")
@@ -89,6 +89,6 @@ def test_the_time_that_is_left_is_read_anew_when_all_have_stopped(tmp_path: Path
     run = run_with_notice(tmp_path, Notice(end_unix_s=1e6, kill_wait_s=5.0))
     flag = StopFlag()
     stopping = Stopping(make_rank(run.path, attempt=0, stop=flag), spent=Spent(begin_unix_s=0), clock=lambda: 1000.0)
-    stopping.look()
+    stopping.check_clock()
     run_with_notice(tmp_path, Notice(end_unix_s=1100.0, kill_wait_s=5.0))
     assert stopping.announce(step=7) == ("another rank", 105.0)

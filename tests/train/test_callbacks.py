@@ -25,7 +25,7 @@ from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.scores import Score, append_score
 from slurm_train.train.callbacks import BestCheckpoint, EarlyStopping, build_callbacks, check_callbacks
-from slurm_train.train.continuity import Measured
+from slurm_train.train.continuity import EvaluationBasis
 from slurm_train.train.evaluate import check_measures
 from tests.support.ranks import make_rank
 from tests.support.refusals import refusal
@@ -392,7 +392,7 @@ def test_measures_of_other_held_out_samples_or_weights_are_not_compared(
     states: list[dict[str, Any]] = []
     for facts, values in ((before, (1.0, 1.1)), (before if now is None else before | now, (5.0, 5.0))):
         keeper, stopper = BestCheckpoint(), EarlyStopping()
-        parts: Any = SimpleNamespace(measured=Measured(**facts))
+        parts: Any = SimpleNamespace(measured=EvaluationBasis(**facts))
         events.clear()
         for number, callback in enumerate((keeper, stopper)):
             callback.attach(parts)

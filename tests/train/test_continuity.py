@@ -12,7 +12,7 @@ import torch
 
 from slurm_train.config.schema import EMA, RunConfig, TrainSection
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.continuity import Continuity, Measured
+from slurm_train.train.continuity import Continuity, EvaluationBasis
 from slurm_train.train.evaluate import find_measured
 from tests.support.ranks import make_parts, make_rank
 
@@ -33,13 +33,13 @@ class HeldOut:
         return "-".join(map(str, self.numbers.tolist()))
 
 
-def measured(heldout: HeldOut | None, **settings: Any) -> Measured | None:
+def measured(heldout: HeldOut | None, **settings: Any) -> EvaluationBasis | None:
     callbacks = [{"_target_": EMA, "evaluate": True}] if settings.pop("averaged", False) else []
     config = RunConfig(train=TrainSection(**settings), callbacks=callbacks)
     return find_measured(make_parts(make_rank(config=config), torch.nn.Linear(1, 1), None, heldout=heldout))
 
 
-def continuity(now: Measured | None) -> Continuity:
+def continuity(now: EvaluationBasis | None) -> Continuity:
     facts: dict[str, Any] = {"settings": {}, "code": "", "same_code": frozenset(), "data": "d", "num_samples": 9}
     return Continuity(run=RunDirectory(Path("/nowhere")), changes=[], measured=now, **facts)
 

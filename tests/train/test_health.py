@@ -238,7 +238,7 @@ def empty_after(items: int, pattern: str) -> Position:
         facts = StepFacts(step=step, samples=2 * step, lr=0.1, size=2)
         loss = 1.0 if has_items else float("nan")
         result = StepResult(facts, False, int(has_items), loss, 0, loss, applied=has_items)
-        health.take(result, position)
+        health.judge(result, position)
     return position
 
 

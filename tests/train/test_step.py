@@ -262,7 +262,7 @@ def test_a_resumed_run_has_the_buckets_of_the_first_step_without_a_pass_that_has
     before = {name: value.clone() for name, value in model.state_dict().items()}
     stream = torch.get_rng_state()
     # Another order than a backward pass gives, to see that it is what DDP takes.
-    stepper.passes.arrange(make_batch().tensors, bucket_order=order[::-1])
+    stepper.passes.check_first_batch(make_batch().tensors, bucket_order=order[::-1])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in stepper.passes.ddp.parameters())
     assert torch.equal(torch.get_rng_state(), stream) and not any(seen)
@@ -275,18 +275,18 @@ def test_a_resumed_run_has_the_buckets_of_the_first_step_without_a_pass_that_has
 
 def test_what_is_said_before_the_first_step_names_a_loss_that_is_not_the_trained_one() -> None:
     model = make_model()
-    assert make_stepper(model).passes.arrange(make_batch().tensors, bucket_order=[]) is None
+    assert make_stepper(model).passes.check_first_batch(make_batch().tensors, bucket_order=[]) is None
     model.append(nn.Module())
     model[-1].criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     model[-1].forward = nn.Identity().forward
-    note = make_stepper(model).passes.arrange(make_batch().tensors, bucket_order=[])
+    note = make_stepper(model).passes.check_first_batch(make_batch().tensors, bucket_order=[])
     assert note is not None and "3.criterion of Sequential" in note
 
 
 @pytest.mark.parametrize("numbers", [[], [0, 1, 2], [0, 1, 2, 3, 3], [0, 1, 2, 3, 9]])
 def test_an_order_of_other_parameters_is_not_repeated(numbers: list[int]) -> None:
     stepper = make_stepper(make_model(), world_size=3)
-    stepper.passes.arrange(make_batch().tensors, bucket_order=numbers)
+    stepper.passes.check_first_batch(make_batch().tensors, bucket_order=numbers)
     assert stepper.passes.bucket_order == [] and len(ready_order(stepper)) == 5
 
 

@@ -32,7 +32,7 @@ from slurm_train.distributed.meeting import (
     Channel,
     Meeting,
     MeetingPoint,
-    Search,
+    PortSearch,
     Target,
     answer_timeout_s,
     listen,
@@ -308,7 +308,7 @@ class Preflight:
         look_every_s = max(_LOOK_EVERY_S, self.place.world_size / _LOOKS_PER_S)
         addresses = [] if self.place.spans_nodes else ["127.0.0.1"]
         error = ""
-        search = Search(self.place, point)
+        search = PortSearch(self.place, point)
         with contextlib.closing(search):
             while time.monotonic() < ends_s:
                 if not addresses:
