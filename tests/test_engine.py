@@ -18,15 +18,12 @@ ROOMS = ("train", "session")
 # Outside of a run there is no RankRun.
 SPEAKERS = {"session.interface"}
 ENGINE = (*ROOMS, "data", "models", "distributed", "checkpoint", "adapters")
-SAME_NAME = {
-    # Public: one for each library; a session's training, and the trainer as callbacks see it.
-    *("SessionCallback", "Training"),
-    # Of an exchange, and of an attempt; in one room.
-    *("Failure", "_Reader"),
-}
+# Public, one for each library; public, a session's training and the trainer as callbacks see it; in one room.
+SAME_NAME = {"SessionCallback", "Training", "_Reader"}
 REPLACEMENTS = "### What is replaced in objects of others"
 # Switches that a library offers, and what belongs to the process.
 SETTINGS = ("torch.backends", "torch.utils.deterministic", "torch._inductor.config", "sys", "os")
+OWN_DUNDERS = ("__cause__", "__file__", "__loader__")
 # What a rank knows is made in steps, of which each returns a value of its own.
 OF_A_RANK = {"session.rank_run", "train.context"}
 
@@ -115,16 +112,16 @@ def asked_attributes(tree: Tree) -> list[str]:
 
 
 def repeated_classes(tree: Tree) -> list[str]:
-    """Classes of the engine that have the name of another class of the package."""
+    """Classes of the engine that have the name of another one of it."""
     places: dict[str, list[str]] = {}
-    for module, parsed in tree.parsed.items():
+    for module, parsed in of_rooms(tree, ENGINE):
         for node in ast.walk(parsed):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module)
     return [
         f"{name}: {', '.join(modules)}"
         for name, modules in places.items()
-        if len(modules) > 1 and any(room_of(module) in ENGINE for module in modules) and name not in SAME_NAME
+        if len(modules) > 1 and name not in SAME_NAME
     ]
 
 
@@ -169,7 +166,7 @@ def _changes_another(node: ast.AST, foreign: set[str]) -> bool:
         if not isinstance(target, ast.Attribute):
             continue
         owner = ast.unparse(target.value)
-        is_method = target.attr.startswith("__") and owner != "self" and target.attr not in ("__cause__", "__file__", "__loader__")
+        is_method = target.attr.startswith("__") and owner != "self" and target.attr not in OWN_DUNDERS
         # `weakref.finalize(...).atexit = False` sets a switch of an object that was just made.
         is_foreign = owner.partition(".")[0] in foreign and "(" not in owner and not owner.startswith(SETTINGS)
         if is_method or is_foreign:

@@ -14,7 +14,7 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -544,11 +544,13 @@ class Prefetch(Generic[T]):
     Args:
         items: the iterator; from now on only the thread uses it.
         depth: items that are read ahead, at least 1.
+        prepare: what the thread makes of an item; None: nothing else.
     """
 
-    def __init__(self, items: Iterator[T], *, depth: int) -> None:
+    def __init__(self, items: Iterator[T], *, depth: int, prepare: Callable[[T], T] | None = None) -> None:
         assert depth >= 1
         self._items = items
+        self._prepare = prepare
         self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
         self._closed = threading.Event()
         self._end: BaseException | None = None
@@ -577,7 +579,10 @@ class Prefetch(Generic[T]):
     def _read(self) -> None:
         while not self._closed.is_set():
             try:
-                entry: tuple[T | None, BaseException | None] = (next(self._items), None)
+                item = next(self._items)
+                entry: tuple[T | None, BaseException | None] = (item, None)
+                if self._prepare is not None:
+                    entry = (self._prepare(item), None)
             except BaseException as err:
                 entry = (None, err)
             self._put(entry)

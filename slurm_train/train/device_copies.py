@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -11,26 +9,21 @@ from slurm_train.data.batches import MicroBatch
 from slurm_train.data.source import Batch, map_tensors
 
 
-class PinnedBatches:
-    """Iterates over micro-batches and puts their tensors into pinned memory, from which a GPU copies by itself.
+class Pinning:
+    """Puts the tensors of a micro-batch into pinned memory, from which a GPU copies by itself.
 
     For the thread that reads ahead: pinning is a copy on the host, which the training thread would have to wait for.
 
     Args:
-        batches: micro-batches in host memory; only one thread touches them.
         device: the GPU that they will be copied to.
     """
 
-    def __init__(self, batches: Iterator[MicroBatch], *, device: torch.device) -> None:
-        self._batches = batches
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._has_entered = False
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self
-
-    def __next__(self) -> MicroBatch:
-        batch = next(self._batches)
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
+        """Returns the micro-batch in pinned memory; only one thread calls it."""
         if not self._has_entered:
             # A thread begins on GPU 0, and whatever touches CUDA there takes half a GB of it.
             torch.cuda.set_device(self._device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from slurm_train.data.source import Draw, SampleSource, lengths_of
 from slurm_train.data.stream import StreamSource
 from slurm_train.models.own_loss import own_loss_of
 from slurm_train.train.context import Rank, gather
-from slurm_train.train.device_copies import PinnedBatches
+from slurm_train.train.device_copies import Pinning
 from slurm_train.train.position import Position
 
 _FEW_FOR_NORMS = 8
@@ -35,7 +35,7 @@ _FEW_FOR_NORMS = 8
 
 
 class Samples:
-    """Knows how many samples a step takes, has this rank's micro-batches, and computes digests of what was consumed.
+    """Iterates over this rank's micro-batches, with digests of them; knows how many samples a step takes.
 
     Args:
         batches: the global batches of the run.
@@ -54,9 +54,10 @@ class Samples:
         has_digests: bool = False,
         is_counted: bool = True,
     ) -> None:
-        self.stream = stream
-        """This rank's micro-batches; each step takes the next ones."""
         self.has_digests = has_digests
+        self._stream = stream
+        # The first micro-batch, from `peek` until it is taken.
+        self._first: MicroBatch | None = None
         self._batches = batches
         self._growth = growth
         self._is_counted = is_counted
@@ -67,11 +68,18 @@ class Samples:
 
     def peek(self) -> MicroBatch:
         """Returns the first micro-batch without consuming it: the first step takes it again."""
-        first = next(self.stream)
-        self.stream = chain((first,), self.stream)
+        self._first = next(self._stream)
+        return self._first
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        batch = next(self._stream) if self._first is None else self._first
+        self._first = None
         if self.has_digests:
-            self.stream = self._digested(self.stream)
-        return first
+            self._digest = (self._digest + samples_digest(batch.indices)) % DIGEST_MODULUS
+        return batch
 
     def num_batches_of(self, step: int) -> int:
         """Returns how many global batches a step takes."""
@@ -97,12 +105,6 @@ class Samples:
     def forget_digests(self) -> None:
         """Drops all digests: after a rollback the results of these steps are not read."""
         self._digests.clear()
-
-    def _digested(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yields micro-batches, and adds each to the digest of the step when it is taken."""
-        for batch in batches:
-            self._digest = (self._digest + samples_digest(batch.indices)) % DIGEST_MODULUS
-            yield batch
 
 
 def note_of_few(num_samples: int, *, global_size: int) -> str:
@@ -273,10 +275,9 @@ def build_samples(
     """
     stream: Iterator[MicroBatch] = BatchStream(source, batches.draws(split, start_samples=start_samples))
     depth = prefetch_depth(rank.config.data or {}, source)
-    if depth and rank.device.type == "cuda" and can_pin():
-        stream = PinnedBatches(stream, device=rank.device)
     if depth:
-        stream = Prefetch(stream, depth=depth)
+        pins = rank.device.type == "cuda" and can_pin()
+        stream = Prefetch(stream, depth=depth, prepare=Pinning(rank.device) if pins else None)
     return Samples(
         batches,
         stream,

@@ -111,7 +111,7 @@ class Trainer:
             self.start_up.begin()
         while self.position.step < to_step and not self.stops.is_agreed:
             facts = self._begin_step()
-            result = self.stepper.step(facts, self.samples.stream)
+            result = self.stepper.step(facts, self.samples)
             self._account(facts, result)
             if not self._rolled_back():
                 self._after_step()

@@ -431,7 +431,7 @@ def _sharded_losses(
     losses = []
     for step in range(1, steps + 1):
         lr = reference.schedule.lr_at(step * rank.plan.global_size)
-        result = stepper.step(StepFacts(step, step, lr), reference.samples.stream) or stepper.drain()
+        result = stepper.step(StepFacts(step, step, lr), reference.samples) or stepper.drain()
         assert result is not None
         losses.append(result.loss)
     release(reference)

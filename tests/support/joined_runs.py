@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
+from slurm_train.metrics import SILENT, Display
 from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.files import last_lines
-from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session import client
@@ -61,17 +61,23 @@ def _open(run: RunDirectory, *, world_size: int) -> int:
 def _entered(
     run: RunDirectory, place: RankPlace, attempt: int, stop: StopFlag | None
 ) -> Iterator[client.JoinedSession]:
-    heartbeat = Heartbeat()
+    rank = RankRun(
+        config=RunConfig(),
+        run=run,
+        place=place,
+        attempt=attempt,
+        stop=stop or StopFlag(),
+        env={},
+        display=Display(opening="slurm_train: ") if place.is_first else SILENT,
+    )
     before = list(client._joined)
-    stop = stop or StopFlag()
-    rank = RankRun(config=RunConfig(), run=run, place=place, attempt=attempt, stop=stop, env={}, heartbeat=heartbeat)
     session = client.enter(rank)
     try:
         yield session
     finally:
         session.close()
         # Else it writes beside the tests that follow in this process, some of which count such calls.
-        heartbeat.stop()
+        rank.heartbeat.stop()
         client._joined[:] = before
 
 

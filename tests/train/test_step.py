@@ -26,7 +26,7 @@ from slurm_train.models.objective import Objective
 from slurm_train.session.signals import StopFlag
 from slurm_train.train.context import native_precision
 from slurm_train.train.ddp import TrainingModule, build_ddp
-from slurm_train.train.device_copies import DeviceCopies, PinnedBatches
+from slurm_train.train.device_copies import DeviceCopies, Pinning
 from slurm_train.train.health import refuse
 from slurm_train.train.inputs import ModelInputs
 from slurm_train.train.loss_scale import LossScale
@@ -693,7 +693,7 @@ def test_a_thread_that_reads_ahead_pins_what_it_has_read(monkeypatch: pytest.Mon
     monkeypatch.setattr(Tensor, "pin_memory", pin)
     device = torch.device("cuda", 3)
     read = [MicroBatch(np.arange(2), (torch.ones(2), {"boxes": [torch.zeros(2)]})) for _ in range(3)]
-    stream = Prefetch(PinnedBatches(iter(read), device=device), depth=2)
+    stream = Prefetch(iter(read), depth=2, prepare=Pinning(device))
     given = [next(stream) for _ in range(3)]
     stream.close()
     assert entered == [device], "a thread begins on another GPU"
