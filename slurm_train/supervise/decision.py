@@ -189,7 +189,7 @@ def _decide_return(traces: Traces, cause: Cause | None, reason: Reason, settings
         note = f"grows: {traces.growth.sentence}; Slurm is asked to requeue the job"
         return Decision(reason, Action.REQUEUE, note, exclude=traces.growth.exclude)
     is_over = traces.job is not None and is_over_its_limit(traces.job)
-    was = "signalled to stop, and Slurm has no reason on record" if reason is Reason.SIGNALLED else reason
+    was = "signalled to stop, and Slurm has no reason on record" if reason is Reason.SIGNALLED else str(reason)
     if exit_code_of(traces, cause) == EXIT_WRONG_USE:
         # As a state that no checkpoint can keep: then the steps of each attempt are lost.
         was = f"{was}, and its last save was refused: {cause}"
