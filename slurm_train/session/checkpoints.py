@@ -112,7 +112,9 @@ class SessionCheckpoints:
                 f"steps again ({', '.join(repeated)}): call `restore_random()` of the session right before the loop",
                 file=sys.stderr,
             )
-        self._rank.say(self.passes.check_loaders(self.resumed_step))
+        note = self.passes.check_loaders(self.resumed_step)
+        if note:
+            self._rank.say(note)
         self._resumption.move_on()
 
     def add_save(self, step: int) -> None:

@@ -295,7 +295,8 @@ class Trainer:
 
     def _pass_on_news(self) -> None:
         """Passes on what became of background saves; one that ends the run asks for a stop, which all agree on."""
-        self.rank.say(*self.saves.news())
+        for line in self.saves.news():
+            self.say(line)
         spent = self.progress.spent
         spent.longest_save_s = max(spent.longest_save_s, self.saves.times.longest_s)
         if self.saves.fatal is not None:
