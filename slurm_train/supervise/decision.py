@@ -191,8 +191,8 @@ def _decide_return(traces: Traces, cause: Cause | None, reason: Reason, settings
     is_over = traces.job is not None and is_over_its_limit(traces.job)
     was = "signalled to stop, and Slurm has no reason on record" if reason is Reason.SIGNALLED else str(reason)
     if exit_code_of(traces, cause) == EXIT_WRONG_USE:
-        # As a state that no checkpoint can keep: then the steps of each attempt are lost.
-        was = f"{was}, and its last save was refused: {cause}"
+        # E.g. a save of a state that no checkpoint can keep: then the steps of each attempt are lost.
+        was = f"{was}, and the ranks refused to go on: {cause}"
     note = f"{was}; Slurm is asked to requeue the job, which continues from its checkpoint"
     return Decision(reason, Action.REQUEUE, note, is_over=is_over)
 
