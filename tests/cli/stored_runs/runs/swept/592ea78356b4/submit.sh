@@ -17,6 +17,6 @@ set -e
 export PYTHONUNBUFFERED=1
 
 cd /
-exec /work/wt/records/.venv/bin/python -m slurm_train supervise /home/fx/project/runs/swept/592ea78356b4 -- \
+exec /home/fx/slurm_train/.venv/bin/python -m slurm_train supervise /home/fx/project/runs/swept/592ea78356b4 -- \
   srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/fx/project/runs/swept/592ea78356b4/logs/attempt_{attempt}/rank_%t.log' --cpus-per-task=1 \
-  /work/wt/records/.venv/bin/python -m slurm_train worker /home/fx/project/runs/swept/592ea78356b4
+  /home/fx/slurm_train/.venv/bin/python -m slurm_train worker /home/fx/project/runs/swept/592ea78356b4
