@@ -12,7 +12,7 @@ from slurm_train.data import prepare
 from slurm_train.errors import CheckpointError
 from slurm_train.session import saving
 from slurm_train.status import activity
-from slurm_train.supervise import supervisor
+from slurm_train.supervise import evidence
 from slurm_train.supervise.own_end import EndKind
 from tests.campaigns import (
     abandoned_past,
@@ -109,7 +109,7 @@ def test_no_program_is_finished_before_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [EndKind.FINISHED, EndKind.EARLY])
 def test_an_end_that_is_judged_wrongly_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: EndKind) -> None:
-    monkeypatch.setattr(supervisor, "judge", lambda _: (kind, "x" if kind is EndKind.EARLY else ""))
+    monkeypatch.setattr(evidence, "judge", lambda _: (kind, "x" if kind is EndKind.EARLY else ""))
     tally = Tally()
     early_ends.run(tally, seed=11, trials=len(early_ends.PROGRAMS), folder=tmp_path)
     word = "finished before its end" if kind is EndKind.FINISHED else "called early"

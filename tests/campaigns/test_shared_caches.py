@@ -11,7 +11,7 @@ import pytest
 
 from slurm_train.assets import read_template
 from slurm_train.data import prepare
-from slurm_train.supervise import staging
+from slurm_train.supervise import asking
 from tests.campaigns import shared_caches
 from tests.campaigns.shared_caches import CACHES, DAMAGES, Site, all_pairs, private_folder, try_one
 
@@ -46,7 +46,7 @@ def _program_without_seal(name: str) -> str:
 @pytest.mark.parametrize(
     ("module", "name", "left_out", "cache", "damage"),
     [
-        (staging, "read_template", _program_without_seal, "packages on a node", "emptied"),
+        (asking, "read_template", _program_without_seal, "packages on a node", "emptied"),
         (shared_caches, "require_sealed", lambda _: None, "copy of the code", "emptied"),
         (prepare, "_place_of_own", lambda directory: directory, "prepared text", "a stranger's"),
     ],

@@ -59,7 +59,7 @@ def test_a_command_answers_as_if_the_stranger_was_not_there(
     [
         (lookup, "is_own", lambda _: True, "aaa/ID/logs", "a folder", "logs"),
         (trust.os, "O_NONBLOCK", 0, "aaa/ID/attempts.jsonl", "a named pipe", "status of all"),
-        (run_status, "is_own", lambda _: True, "aaa/ID/attempts.jsonl", "a file", "status of all"),
+        (run_status, "is_own", lambda _: True, "aaa/ID/checkpoints", "a file", "status of all"),
     ],
 )
 def test_a_check_that_is_left_out_is_found(

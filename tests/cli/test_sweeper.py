@@ -134,13 +134,13 @@ def test_a_run_without_the_value_that_is_asked_for_is_an_error(tmp_path: Path) -
 
 def test_a_study_ends_with_the_reason_of_its_failed_run(shell: Shell, halving: str) -> None:
     program = shell.slurm.folder / "sbatch"
-    fail = '{"event": "end", "attempt": 0, "reason": "failed", "note": "rank 3 on node2: ValueError: x"}'
     start = '{"event": "start", "attempt": 0, "time_unix_s": 1.0}'
-    line = f"printf '%s\\n%s\\n' '{start}' '{fail}' > \"$r/attempts.jsonl\""
+    end = '{"event": "end", "attempt": 0, "time_unix_s": 2.0, "reason": "failed", "note": "rank 3 on node2: E: x"}'
+    line = f"printf '%s\\n%s\\n' '{start}' '{end}' > \"$r/attempts.jsonl\""
     program.write_text(re.sub(r"echo .*result.json\"", lambda _: line, program.read_text()))
     done = shell.types(halving)
     assert done.code == 1 and FOUND == []
-    assert "ended without a result for the sweeper: rank 3 on node2: ValueError: x\nhint: `logs " in done.err
+    assert "ended without a result for the sweeper: rank 3 on node2: E: x\nhint: `logs " in done.err
     assert "what is finished is not trained again" in done.err
 
 

@@ -34,8 +34,8 @@ from slurm_train.plan.placement import (
     topology_text,
 )
 from tests.support.devices import make_devices
+from tests.support.process_faults import wait_until_gone
 from tests.support.refusals import refusal
-from tests.support.waiting import wait_for
 
 GPT = {"_target_": "slurm_train.models.gpt.GPT", "num_layers": 4, "num_heads": 4, "width": 160, "tied": False}
 
@@ -300,8 +300,7 @@ def test_a_listing_that_hangs_is_ended_with_all_that_it_has_started(
     with pytest.raises(ConfigError, match=r"cannot be counted: .* timed out after 0.5 seconds") as caught:
         count_local_gpus({"PATH": str(tmp_path)})
     assert time.monotonic() - began_s < 10 and "CUDA_VISIBLE_DEVICES" in caught.value.hint
-    helper = Path("/proc", (tmp_path / "helper").read_text().strip(), "cmdline")
-    wait_for(lambda: not helper.exists() or not helper.read_bytes(), within_s=60, what="the end of the helper")
+    wait_until_gone(int((tmp_path / "helper").read_text()), within_s=60)
 
 
 LEAVES = {"node1": "switch a", "node2": "switch a", "node3": "switch b", "node4": "switch b"}
