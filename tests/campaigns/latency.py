@@ -167,7 +167,7 @@ def start_and_stop(person: Person, one: RunDirectory, dice: random.Random) -> tu
         try:
             first = wait_for(lambda: newest_line(one, attempt), within_s=120, what="a step", poll_s=0.02)
             time.sleep(dice.uniform(1.0, 2.0) * STEP_S)
-            was_at, warned = newest_line(one, attempt)["step"], time.time()
+            warned = time.time()
             # As Slurm does it for --signal: to the ranks of all steps.
             command("scancel", "--signal=USR2", os.environ["SLURM_JOB_ID"])
             batch.wait(timeout=120)
@@ -176,8 +176,10 @@ def start_and_stop(person: Person, one: RunDirectory, dice: random.Random) -> tu
                 batch.send_signal(signal.SIGKILL)
     assert "action" in ledger_lines(one)[-1], ledger_lines(one)[-1]
     last = newest_line(one, attempt)
+    # By the times of the steps: a line is in the file up to half a second later.
+    done = [int(line["step"]) for line in lines_of(one) if line["attempt"] == attempt and line["time_unix_s"] <= warned]
     complete = checkpoint_of(one.checkpoints, int(last["step"])) / "COMPLETE"
-    stop = Stop(last["time_unix_s"] - warned, complete.stat().st_mtime - warned, int(was_at), int(last["step"]))
+    stop = Stop(last["time_unix_s"] - warned, complete.stat().st_mtime - warned, max(done), int(last["step"]))
     return float(first["time_unix_s"]) - started, stop
 
 
