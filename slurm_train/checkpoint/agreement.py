@@ -115,6 +115,7 @@ def shared_out(group: ProcessGroup | None, value: Value, share_out: Callable[[li
     Raises:
         SlurmTrainError: rank 0 could not share it out.
     """
+    share: Result
     if group is None:
         (share,), cause = _shares_of([value], share_out)
     else:
@@ -128,7 +129,7 @@ def shared_out(group: ProcessGroup | None, value: Value, share_out: Callable[[li
         dist.scatter_object_list(box, shares, src=first, group=group)
         (share,) = box
     _raise_failures([share], cause)
-    return share  # type: ignore[no-any-return]
+    return share
 
 
 def _shares_of(

@@ -139,7 +139,7 @@ class TensorPlan:
                 begin += length
         metadata.storage_data = places
         metadata.storage_meta = StorageMeta(checkpoint_id=folder, save_id=uuid.uuid4().hex)
-        return metadata  # type: ignore[no-any-return]
+        return metadata  # type: ignore[no-any-return]  # unpickled: it has no type
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ def _ask(
 
 def _complaint(errors: str) -> str:
     """Returns the error of srun for the end of a message: why it made no step, else its last line."""
-    lines = plain(_without_noise(errors)).strip().splitlines()
+    lines = plain(errors).strip().splitlines()
     reasons = [line for line in lines if _NOT_CREATED.search(line)]
     return f"; it said: {(reasons or lines)[-1].strip()}" if lines else ""
 
