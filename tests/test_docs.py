@@ -28,7 +28,7 @@ from slurm_train.config.words import Words, read_words
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import Element
-from slurm_train.slurm.queue_view import Look
+from slurm_train.slurm.queue_view import KnownJobs
 from slurm_train.status.run_status import RunState, read_files, status_of
 from slurm_train.tools.doctor import node_rules, site_rules
 from slurm_train.tools.scaling.series import read_series
@@ -388,7 +388,7 @@ def test_the_page_about_watching_has_every_state_and_every_key_of_the_json(tmp_p
     page = (REPOSITORY / "docs" / "watching.md").read_text(encoding="utf-8")
     assert [word for word, _ in rows_under("States", page)] == [state.value for state in RunState]
     run = RunDirectory(tmp_path)
-    keys = {*status_of(Element(run=run), read_files(run), Look(), now_unix_s=0.0).as_json()}
+    keys = {*status_of(Element(run=run), read_files(run), KnownJobs(), now_unix_s=0.0).as_json()}
     rows = {key for key, _ in rows_under("JSON", page)}
     assert (keys - rows, rows - keys) == (set(), set()), "keys without a row, rows without a key"
 

@@ -53,7 +53,7 @@ _CLASSES = {
 _DTYPE = re.compile(r"(?:bfloat|bits|complex|float|q?u?int)\d+\w*|bool")
 
 
-class _Reader(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that knows the classes of torch's metadata and the names of number types."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -82,7 +82,7 @@ class _Reader(pickle.Unpickler):
         return value
 
 
-class _DryReader(_Reader):
+class _DryReader(_MetadataUnpickler):
     """The same with a stand-in for each of torch's classes, which keeps what it is given."""
 
     def _find_known(self, module: str, name: str) -> Any:
@@ -118,7 +118,7 @@ def read_metadata(path: Path) -> Any:
     Raises:
         CheckpointError: the file asks for anything but what torch writes, is damaged, or points outside the directory.
     """
-    return _read(path, _Reader)
+    return _read(path, _MetadataUnpickler)
 
 
 def check_metadata(path: Path, manifest: Manifest) -> None:
@@ -173,7 +173,7 @@ def _numbers(size: Any) -> tuple[int, ...]:
     return numbers
 
 
-def _read(path: Path, reader: type[_Reader]) -> Any:
+def _read(path: Path, reader: type[_MetadataUnpickler]) -> Any:
     try:
         with open_plain(path / METADATA_FILE) as file:
             data = file.read()

@@ -58,7 +58,7 @@ class OptimizerSteps:
         # The hook is the process's: it must not keep a training alive.
         register_optimizer_step_post_hook(functools.partial(_note_step, weakref.ref(self)))
 
-    def take(self, optimizer: Optimizer) -> None:
+    def note_step(self, optimizer: Optimizer) -> None:
         """Takes note of a step."""
         if any(optimizer is known or optimizer.state is known.state for known in self._known):
             self._num_steps += 1
@@ -133,7 +133,7 @@ def _note_step(steps: weakref.ref[OptimizerSteps], optimizer: Optimizer, _args: 
     # A step that is being compiled would have the hook in its graph.
     present = None if torch.compiler.is_compiling() else steps()
     if present is not None:
-        present.take(optimizer)
+        present.note_step(optimizer)
 
 
 def _first_with_gradient(optimizer: Optimizer) -> Tensor | None:

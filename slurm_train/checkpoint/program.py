@@ -227,7 +227,7 @@ class ProgramState:
         """Returns the name of a parameter whose gradient is being added up for the next step, "" for none."""
         return self._steps.pending()
 
-    def look_before_save(self, num_steps: int | None = None) -> list[str]:
+    def check_before_save(self, num_steps: int | None = None) -> list[str]:
         """Returns notes for the user about what a resume would not have of this rank; each once.
 
         Args:
@@ -259,7 +259,7 @@ class ProgramState:
             )
         return notes + self._unsaved.notes_on_others()
 
-    def look(self, *, has_order: bool, has_pass: bool) -> list[str]:
+    def check_after_first_step(self, *, has_order: bool, has_pass: bool) -> list[str]:
         """Checks on this rank, after the first step, what could be wrong with a save; returns notes for the user.
 
         Args:
@@ -276,7 +276,7 @@ class ProgramState:
             if name in self._begin_of_streams:
                 has_moved = digest(encode(other.state_dict())) != self._begin_of_streams[name]
                 require_moved(name, other, has_moved=has_moved)
-        notes = self.look_before_save()
+        notes = self.check_before_save()
         others = [other for other in self._parts.objects.values() if not isinstance(other, GeneratorState)]
         scheduled = [type(optimizer).__name__ for optimizer in self._optimizers if has_schedule(optimizer)]
         if scheduled and not any(holds_schedule(other) for other in others):

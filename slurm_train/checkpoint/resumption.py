@@ -50,7 +50,7 @@ class Resumption:
         self.origin = Origin()
         """The checkpoint; saves name it as their parent."""
 
-    def take(self, choice: Choice | None) -> None:
+    def begin_from(self, choice: Choice | None) -> None:
         """Begins anew from what all ranks have chosen, None: from the beginning."""
         self._place.passed_over[:] = [] if choice is None else [passed.path for passed in choice.passed_over]
         self.origin = Origin() if choice is None else choice.origin

@@ -254,7 +254,7 @@ def read_tensors(
         CheckpointError: on every rank, naming the ranks that failed and why.
     """
     with _agreed_errors(f"cannot load {path}", is_alone=group is None):
-        reader = _Reader(path, described)
+        reader = _FilesOfKnownMetadata(path, described)
         if near is not None:
             reader.fs = _NearFiles(near)
         load(tensors, storage_reader=reader, planner=_LoadPlanner(), process_group=group, no_dist=group is None)
@@ -379,7 +379,7 @@ def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return file.getvalue()
 
 
-class _Reader(FileSystemReader):
+class _FilesOfKnownMetadata(FileSystemReader):
     """Takes the metadata for data; torch's own would unpickle it."""
 
     def __init__(self, path: Path, described: Metadata | None) -> None:

@@ -141,7 +141,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
     from slurm_train.config.compose import compose
     from slurm_train.config.words import Words
     from slurm_train.plan.plan import plan_run
-    from slurm_train.start.start import Start
+    from slurm_train.start.start import Starter
 
     cwd = working_folder(env)
     plan = plan_run(compose(Words(overrides=[*_DEFAULT_SETTINGS, *settings, *_FIXED_SETTINGS])), cwd=cwd, env=env)
@@ -156,7 +156,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
             f"doctor {' '.join(settings)} starts its ranks by torchrun, and there is no preflight under torchrun",
             hint="add cluster.launcher=srun, and give one number of nodes: they are the same nodes",
         )
-    start = Start(words=["doctor", *settings], env=env, say=note)
+    start = Starter(words=["doctor", *settings], env=env, say=note)
     commands = start.commands
     # Nodes that earlier runs found bad are not left out: this job is to check them as well.
     source = read_source(run, plan.config, cwd, env=env)

@@ -52,7 +52,7 @@ from slurm_train.start.evaluation import (
     plan_texts,
     require_trainer,
 )
-from slurm_train.start.start import Start
+from slurm_train.start.start import Starter
 from slurm_train.start.write import require_writable
 from slurm_train.status.following import MOST_WAITING, summary_of
 
@@ -93,7 +93,7 @@ def _result_of(plan: RunPlan, run: RunDirectory, *, words: Sequence[str]) -> tup
         require_writable(plan.run)
         check_inputs(plan, cwd=Path(plan.directory))
         note(f"{words[0]}s from {find_save(Path(str(plan.config.train.evaluate_from)))} in {plan.run.path}")
-        start = Start(words=words, env=dict(os.environ), say=note)
+        start = Starter(words=words, env=dict(os.environ), say=note)
         with pinned(plan, run, start.commands):
             code = carry_out(start.fresh(plan, run))
         if code != EXIT_DONE or not plan.run.result.exists():
@@ -131,7 +131,7 @@ def _follow(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         run, env=dict(os.environ), settings=settings, config_dir=arguments.config_dir, name=name, scorer=scorer
     )
     evaluation = plan.run
-    start = Start(words=["evaluate", *words], env=dict(os.environ), say=note)
+    start = Starter(words=["evaluate", *words], env=dict(os.environ), say=note)
     require_writable(evaluation)
     source: Source | RunDirectory = run
     if scorer is None:

@@ -28,7 +28,7 @@ from slurm_train.plan.preview import plan_rows
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.ledger import read_ledger
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.start.start import Start
+from slurm_train.start.start import Starter
 from slurm_train.start.write import require_writable
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class _TypedSweep:
         for line in source_notes(source):
             note(line)
         warn_unexported_keys(example.config, self.env)
-        start = Start(words=self.words, env=self.env, say=note, after=self.flags.after)
+        start = Starter(words=self.words, env=self.env, say=note, after=self.flags.after)
         return _start(start, plan, source, wait=wait), plan
 
     def results_of(self, batch: list[list[str]]) -> list[Any]:
@@ -131,7 +131,7 @@ class _TypedSweep:
         return [_job_return(point_words, plans[tuple(point_words)].run, objective_key) for point_words in batch]
 
 
-def _start(start: Start, plan: SweepPlan, source: Source, *, wait: bool) -> int:
+def _start(start: Starter, plan: SweepPlan, source: Source, *, wait: bool) -> int:
     """Submits or trains what is missing of a sweep, and returns the exit code; with `wait` when all runs have ended."""
     from slurm_train.start.start_sweep import fresh_sweep
 

@@ -275,7 +275,7 @@ def _takes_code(words: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class CodeToSend:
     """The code of this folder, as a run would copy it."""
 
     header: bytes
@@ -291,7 +291,7 @@ class Code:
         return hashlib.sha256(self.header).hexdigest()[:16]
 
 
-def read_code(words: Sequence[str]) -> Code:
+def read_code(words: Sequence[str]) -> CodeToSend:
     """Returns the code of this folder.
 
     Raises:
@@ -316,10 +316,10 @@ def read_code(words: Sequence[str]) -> Code:
         "untracked": sorted(state.untracked),
         "roots": import_roots(str(here), own_paths(), sys.meta_path),
     }
-    return Code(json.dumps(facts, sort_keys=True).encode(), contents, _paths_in(words, here, names))
+    return CodeToSend(json.dumps(facts, sort_keys=True).encode(), contents, _paths_in(words, here, names))
 
 
-def _exchange(ssh: Connection, request: Mapping[str, Any], code: Code | None, out: Any) -> int:
+def _exchange(ssh: Connection, request: Mapping[str, Any], code: CodeToSend | None, out: Any) -> int:
     """Sends what the host lacks, has the words run there, and hands on what they print; returns their exit code.
 
     Ctrl-C closes the input of the other end, which interrupts the words there; they say how they end.

@@ -180,9 +180,9 @@ def _preview_job(plan: RunPlan, commands: SlurmCommands, env: Mapping[str, str])
 
 def _say_dependency(after: Sequence[str], plan: RunPlan, env: Mapping[str, str]) -> None:
     if after:
-        from slurm_train.start.start import Start
+        from slurm_train.start.start import Starter
 
-        Start(words=(), env=env, say=note, after=after).dependency(plan.config, plan.run.place)
+        Starter(words=(), env=env, say=note, after=after).dependency(plan.config, plan.run.place)
 
 
 def _say_variables(plan: RunPlan, env: Mapping[str, str]) -> None:

@@ -32,7 +32,7 @@ from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.slurm.job_request import JobRequest
 from slurm_train.start.drift import changed_code_notes, check_drift, check_names, refuse_finished
 from slurm_train.start.inputs import require_targets
-from slurm_train.start.start import Start
+from slurm_train.start.start import Starter
 from slurm_train.status.run_status import RESUMABLE, read_states
 
 _WITH_TARGETS = ("model", "data", "task", "optim", "callbacks")
@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
     root = arguments.root
     accept = {name for text in arguments.accept for name in read_names(text)}
     check_names(accept)
-    start = Start(words=["resume", *words], env=env, say=note, accept=accept)
+    start = Starter(words=["resume", *words], env=env, say=note, accept=accept)
     sweep = find_sweep(root, arguments.run)
     if sweep is not None:
         if settings or accept - {"code"}:

@@ -23,7 +23,7 @@ from slurm_train.rundir.sweep import SweepDirectory
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.site import ask_early
 from slurm_train.start.drift import changed_files
-from slurm_train.start.start import Start
+from slurm_train.start.start import Starter
 from slurm_train.verbs import PUBLIC_VERBS
 
 
@@ -63,7 +63,7 @@ def begin(
     if flags.multirun:
         check = require_submission if only_submits else None
         return multirun(flags, words, settings=settings, env=env, cwd=cwd, check=check)
-    start = Start(words=words, env=env, say=note, accept=flags.accept, after=flags.after, commands=commands)
+    start = Starter(words=words, env=env, say=note, accept=flags.accept, after=flags.after, commands=commands)
     plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel, node_cpus=start.node_cpus)
     if only_submits:
         require_submission(plan.config)
@@ -156,7 +156,7 @@ def write(words: Sequence[str]) -> int:
         ]
     )
     source = look_at(plan, env=env, cwd=cwd)
-    with Start(words=["write", *words], env=env, say=note, accept=flags.accept).fresh(plan, source) as batch:
+    with Starter(words=["write", *words], env=env, say=note, accept=flags.accept).fresh(plan, source) as batch:
         batch.write_provenance()
     run = plan.run
     note(f"written; on each machine that sees it:\n  cd {run.code}")

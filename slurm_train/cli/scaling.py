@@ -17,8 +17,8 @@ from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE
 from slurm_train.rundir.jobs import read_job
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.tools.scaling.model import Point, measure, render_page, render_text, sort_study
-from slurm_train.tools.scaling.series import Series, plan_of, read_series
+from slurm_train.tools.scaling.model import StudyPoint, measure, render_page, render_text, sort_study
+from slurm_train.tools.scaling.series import StudyPlan, plan_of, read_series
 from slurm_train.verbs import PUBLIC_VERBS, parse
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ def main(words: Sequence[str]) -> int:
 
 
 def _make(
-    series: Series, plans: Mapping[Point, RunPlan], *, words: Sequence[str], env: Mapping[str, str], cwd: Path
+    series: StudyPlan, plans: Mapping[StudyPoint, RunPlan], *, words: Sequence[str], env: Mapping[str, str], cwd: Path
 ) -> bool:
     """Makes the runs that are not there yet, or submits them; returns whether there were any."""
     from slurm_train.cli.start import carry_out
     from slurm_train.code.git import read_git
     from slurm_train.code.snapshot import read_source
-    from slurm_train.start.start import Start
+    from slurm_train.start.start import Starter
     from slurm_train.start.write import require_writable
     from slurm_train.status.activity import find_active
 
@@ -74,7 +74,7 @@ def _make(
         source = read_source(plan.run, plan.config, cwd, state, env=env)
         # What a run prints on stdout is not this verb's data.
         with contextlib.redirect_stdout(sys.stderr):
-            start = Start(words=words, env=env, say=note)
+            start = Starter(words=words, env=env, say=note)
             if carry_out(start.fresh(plan, source)) != EXIT_DONE:
                 note(f"the run {point} failed; see {plan.run.path}")
         after = _newest_job([plan]) if series.uses_cluster else ""
@@ -88,7 +88,7 @@ def _newest_job(plans: Iterable[RunPlan]) -> str:
     return str(max(ids)) if ids else ""
 
 
-def _report(series: Series, plans: Mapping[Point, RunPlan]) -> int:
+def _report(series: StudyPlan, plans: Mapping[StudyPoint, RunPlan]) -> int:
     from slurm_train.rundir.files import make_private, write_atomic
 
     measured = []

@@ -13,7 +13,7 @@ from slurm_train.request.acceptance import salloc_words
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.slurm.job_variables import scrubbed
-from slurm_train.start.start import Batch, Start
+from slurm_train.start.start import Batch, Starter
 from slurm_train.status.activity import wait_for_runs
 
 
@@ -31,7 +31,7 @@ def carry_out(preparing: AbstractContextManager[Batch]) -> int:
     """Starts runs where their configuration says, and returns the exit code.
 
     Args:
-        preparing: makes them ready: `Start.fresh`, `Start.as_written`, `fresh_sweep` or `sweep_as_written`.
+        preparing: makes them ready: `Starter.fresh`, `Starter.as_written`, `fresh_sweep` or `sweep_as_written`.
 
     Raises:
         SlurmTrainError: something is wrong with the site or one of the runs; nothing was written then.
@@ -113,7 +113,7 @@ class Here:
         return train_here(run, batch.config, world_size=world_size, env=batch.start.env)
 
 
-def wait_for_sweep(start: Start, runs: list[RunDirectory], *, sweep_id: str) -> int:
+def wait_for_sweep(start: Starter, runs: list[RunDirectory], *, sweep_id: str) -> int:
     """Waits until no run of a sweep is active any more; returns 0 if all are finished, else 1."""
     is_finished = wait_for_runs(runs, start.commands, say=note, see=sweep_id)
     return EXIT_DONE if is_finished else EXIT_FAILURE

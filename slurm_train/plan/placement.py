@@ -32,7 +32,7 @@ _CNN = "slurm_train.models.cnn.CNN"
 
 
 @dataclass(frozen=True, slots=True)
-class NodeGroup:
+class EqualNodes:
     """Nodes next to each other in rank order that have equally many ranks."""
 
     num_nodes: int
@@ -64,9 +64,9 @@ class World:
         return self.ranks_per_node.count(self.ranks_per_node[0]) == len(self.ranks_per_node)
 
     @property
-    def groups(self) -> tuple[NodeGroup, ...]:
+    def groups(self) -> tuple[EqualNodes, ...]:
         """The nodes in rank order, with equal neighbours in one group: (4, 4, 2) is 2 nodes of 4 and 1 of 2."""
-        return tuple(NodeGroup(len(list(nodes)), ranks) for ranks, nodes in itertools.groupby(self.ranks_per_node))
+        return tuple(EqualNodes(len(list(nodes)), ranks) for ranks, nodes in itertools.groupby(self.ranks_per_node))
 
     @property
     def nodes_in_words(self) -> str:

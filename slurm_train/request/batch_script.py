@@ -19,7 +19,7 @@ from typing import Any
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import PORTS
 from slurm_train.errors import ConfigError
-from slurm_train.plan.placement import NodeGroup, World
+from slurm_train.plan.placement import EqualNodes, World
 from slurm_train.plan.plan import RunPlan, script_name
 from slurm_train.request.rank_command import RankCommand
 from slurm_train.request.typed_flags import as_text, step_flags, typed_flags, with_typed
@@ -184,7 +184,7 @@ def job_name(plan: RunPlan) -> str:
     return f"{plan.config.slurm.job_name_prefix or ''}{plan.run.name}-{plan.run.run_id}"
 
 
-def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:
+def _size_flags(plan: RunPlan, group: EqualNodes) -> Flags:
     if plan.world.node_counts:
         # The number of tasks depends on how many nodes Slurm grants. With tasks per node, sbatch would request those of
         # the smallest number of nodes, and Slurm gives a job no more nodes than tasks (22.05).
@@ -197,11 +197,11 @@ def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:
     }
 
 
-def _tasks_per_node(plan: RunPlan, group: NodeGroup) -> int:
+def _tasks_per_node(plan: RunPlan, group: EqualNodes) -> int:
     return 1 if plan.config.slurm.launcher == "torchrun" else group.ranks_per_node
 
 
-def _cpus_per_task(plan: RunPlan, group: NodeGroup, *, has_whole_node: bool) -> int | None:
+def _cpus_per_task(plan: RunPlan, group: EqualNodes, *, has_whole_node: bool) -> int | None:
     """Returns the CPUs of each task.
 
     Args:

@@ -71,7 +71,7 @@ class SessionCheckpoints:
 
     def continue_from(self, choice: Choice | None) -> None:
         """Continues from a checkpoint that all ranks have chosen; None: from the beginning."""
-        self._resumption.take(choice)
+        self._resumption.begin_from(choice)
         self.newest_step = self.resumed_step
         self._is_behind = False
         self._has_chosen = True

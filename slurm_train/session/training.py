@@ -81,7 +81,7 @@ class RunTraining(Training):
         step = whole_step(step)
         content = partial(self._content, step)
         self._has_saved = True
-        self._say(*self._state.look_before_save(step - self._checkpoints.resumed_step))
+        self._say(*self._state.check_before_save(step - self._checkpoints.resumed_step))
         with self._saving(step) as waits:
             if waits:
                 self._saves.save(content, step=step)
@@ -127,7 +127,7 @@ class RunTraining(Training):
                 not be loaded again.
         """
         has_order = bool(self._checkpoints.orders.present)
-        self._say(*self._state.look(has_order=has_order, has_pass=self._checkpoints.passes.has_seen))
+        self._say(*self._state.check_after_first_step(has_order=has_order, has_pass=self._checkpoints.passes.has_seen))
         if not self._has_saved:
             self._saves.prepare(self._state.own_tensors())
 

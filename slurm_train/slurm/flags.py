@@ -20,7 +20,7 @@ from slurm_train.slurm.job_variables import is_job_variable
 Flags = dict[str, str | bool]
 
 
-class Option(NamedTuple):
+class SbatchFlag(NamedTuple):
     """A flag of sbatch that has a key of `cluster`, whose text it takes as it is."""
 
     flag: str
@@ -29,14 +29,14 @@ class Option(NamedTuple):
     """Its part of the variable of a shell, e.g. "TIMELIMIT" of SBATCH_TIMELIMIT; "" where there is none."""
 
 
-OPTIONS: Mapping[str, Option] = {
-    "partition": Option("partition", "PARTITION"),
-    "account": Option("account", "ACCOUNT"),
-    "qos": Option("qos", "QOS"),
-    "time_limit_min": Option("time", "TIMELIMIT"),
-    "nodelist": Option("nodelist"),
-    "exclude": Option("exclude"),
-    "constraint": Option("constraint", "CONSTRAINT"),
+OPTIONS: Mapping[str, SbatchFlag] = {
+    "partition": SbatchFlag("partition", "PARTITION"),
+    "account": SbatchFlag("account", "ACCOUNT"),
+    "qos": SbatchFlag("qos", "QOS"),
+    "time_limit_min": SbatchFlag("time", "TIMELIMIT"),
+    "nodelist": SbatchFlag("nodelist"),
+    "exclude": SbatchFlag("exclude"),
+    "constraint": SbatchFlag("constraint", "CONSTRAINT"),
 }
 """By their keys, in the order of the script. A row and a field of `ClusterSection` are all that a new one needs."""
 

@@ -59,7 +59,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class KnownJobs:
     """What is known about jobs."""
 
     jobs: Mapping[str, JobState] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class QueueView:
         self._script_pace = _Pace(_ASK_EVERY_S)
         self._scripts: Mapping[str, str] | None = None
 
-    def look(self, wanted: Wanted) -> Look:
+    def look(self, wanted: Wanted) -> KnownJobs:
         """Returns what is known now; Slurm is asked if it is time to."""
         is_new = not self._problem and not self._asked.issuperset(wanted.job_ids)
         is_due = is_new or self._clock() >= self._pace.due_s
@@ -103,7 +103,7 @@ class QueueView:
             self._asked.update(wanted.job_ids)
             self._ask(wanted)
         now_s = self._clock()
-        return Look(
+        return KnownJobs(
             jobs={**self._accounted, **self._jobs},
             jobs_ahead=self._ahead,
             age_s=None if self._answered_s is None else now_s - self._answered_s,

@@ -1,11 +1,11 @@
 """The order in which every run is started: refuse an active run, compare with the files on disk, ask Slurm, write,
 remove the locks of processes that no longer exist, submit, record.
 
-A `Batch` is what is held and written after the first half, planned anew (`Start.fresh`) or as it is on disk
-(`Start.as_written`); `start_sweep` makes one of the runs of a sweep. Where it goes from there is the caller's: into the
-queue (`Batch.submit`), into an allocation, or onto this machine. Nothing is written unless Slurm would accept the job.
-From the check that the run is not active until the job id is recorded, one submitter holds the run (`submission.json`);
-files for the ranks are written while the run's own lock is held.
+A `Batch` is what is held and written after the first half, planned anew (`Starter.fresh`) or as it is on disk
+(`Starter.as_written`); `start_sweep` makes one of the runs of a sweep. Where it goes from there is the caller's: into
+the queue (`Batch.submit`), into an allocation, or onto this machine. Nothing is written unless Slurm would accept the
+job. From the check that the run is not active until the job id is recorded, one submitter holds the run
+(`submission.json`); files for the ranks are written while the run's own lock is held.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from slurm_train.status.activity import find_active, holder_lives, refuse_active
 T = TypeVar("T")
 
 
-class Start:
+class Starter:
     """Starts runs for one command line.
 
     Args:
@@ -302,7 +302,7 @@ class Start:
 class Batch:
     """Runs that are held and on disk, ready to be started: one by itself, or those of a sweep."""
 
-    start: Start
+    start: Starter
     path: Path
     """Directory of the run, or of the sweep."""
     config: RunConfig

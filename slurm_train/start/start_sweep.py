@@ -28,7 +28,7 @@ from slurm_train.rundir.sweep import Element, SweepDirectory, choosing_runs, rea
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_request import JobRequest
 from slurm_train.start.drift import check_drift
-from slurm_train.start.start import Batch, Start
+from slurm_train.start.start import Batch, Starter
 from slurm_train.start.write import link_code, put_on_record, write_shared_code, write_table_of
 from slurm_train.status.activity import are_being_submitted, find_active, writing
 from slurm_train.status.run_status import RunState, read_statuses
@@ -39,7 +39,7 @@ _WAIT_S = 120.0
 
 
 @contextlib.contextmanager
-def fresh_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Batch]:
+def fresh_sweep(start: Starter, plan: SweepPlan, source: Source) -> Iterator[Batch]:
     """Holds a sweep and yields its missing runs, written as planned.
 
     Args:
@@ -125,7 +125,7 @@ def _opened(batch: Batch) -> Batch:
     return batch
 
 
-def _missing_runs(start: Start, plan: SweepPlan) -> set[RunDirectory]:
+def _missing_runs(start: Starter, plan: SweepPlan) -> set[RunDirectory]:
     """Returns the runs of a sweep that are neither finished nor active, and prints their number."""
     runs = {run_plan.run for run_plan in plan.plans}
     finished = {run for run in runs if run.result.exists()}
@@ -148,7 +148,7 @@ def _missing_runs(start: Start, plan: SweepPlan) -> set[RunDirectory]:
 
 @contextlib.contextmanager
 def sweep_as_written(
-    start: Start,
+    start: Starter,
     sweep: SweepDirectory,
     *,
     states: Collection[RunState] | None,
@@ -245,7 +245,7 @@ def _ended_early(
     return todo
 
 
-def _replace_code(start: Start, sweep: SweepDirectory, runs: Sequence[RunDirectory], source: Source) -> Path:
+def _replace_code(start: Starter, sweep: SweepDirectory, runs: Sequence[RunDirectory], source: Source) -> Path:
     """Replaces the code of runs of a sweep, and returns its path; all runs are compared before one is changed."""
     changes = {}
     for run in runs:

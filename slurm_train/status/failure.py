@@ -82,7 +82,7 @@ def error_at_end(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class AttemptFailure:
     """How an attempt failed."""
 
     attempt: int
@@ -127,7 +127,7 @@ class Failure:
         return self.rank == rank and self.kind != "stacks"
 
 
-def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
+def find_failure(run: RunDirectory, attempt: int) -> AttemptFailure | None:
     """Returns how an attempt failed, None for one that did not, or that still runs."""
     found = read_attempt(run, attempt)
     if found is None or found.reason is not Reason.FAILED:
@@ -153,7 +153,7 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
             excerpt = "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])
             kind = "last lines" if excerpt else ""
     in_terminal = is_here and rank == 0 and log is None
-    return Failure(
+    return AttemptFailure(
         attempt=attempt,
         note=found.note,
         rank=rank,

@@ -44,7 +44,7 @@ from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import newest_window
 from slurm_train.slurm.allocation import parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.queue_view import Look, QueueView, Wanted
+from slurm_train.slurm.queue_view import KnownJobs, QueueView, Wanted
 from slurm_train.slurm.records import JobState, Phase, explain_reason, unix_s
 from slurm_train.status.activity import (
     is_of_another_run,
@@ -429,7 +429,7 @@ class RunStatus:
 _NOT_IN_JSON = ("subject", "job", "is_settled")
 
 
-def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: float) -> RunStatus:
+def status_of(subject: Element, files: RunFiles, look: KnownJobs, *, now_unix_s: float) -> RunStatus:
     """Returns the status of a run.
 
     Args:
@@ -513,7 +513,7 @@ def newest_job_state(job_ids: Sequence[str], jobs: Mapping[str, JobState]) -> Jo
     return jobs.get(job_ids[-1]) if job_ids else None
 
 
-def _newest_job(files: RunFiles, look: Look) -> JobState | None:
+def _newest_job(files: RunFiles, look: KnownJobs) -> JobState | None:
     job = newest_job_state(files.job_ids, look.jobs)
     # A job that this run has left and that goes on for others says nothing about this run.
     return None if job is not None and job.job_id in files.left_jobs else job
@@ -524,7 +524,7 @@ def _without(recorded: Sequence[str], jobs: Iterable[str]) -> list[str]:
     return sorted((job_id for job_id in jobs if job_id not in recorded), key=number_of)
 
 
-def _has_active_job(files: RunFiles, look: Look) -> bool:
+def _has_active_job(files: RunFiles, look: KnownJobs) -> bool:
     job = _newest_job(files, look)
     return job is not None and job.is_active
 
@@ -706,7 +706,7 @@ class Survey:
     """What one look at some runs has found."""
 
     statuses: tuple[RunStatus, ...]
-    look: Look
+    look: KnownJobs
     """What Slurm said, and how old that is."""
 
     @property
@@ -787,7 +787,7 @@ class Surveyor:
             return list(files)
         return [replace(file, elsewhere=jobs_elsewhere(file.record, file.holder, cluster=cluster)) for file in files]
 
-    def _without_jobs_of_others(self, files: Sequence[RunFiles], look: Look) -> list[RunFiles]:
+    def _without_jobs_of_others(self, files: Sequence[RunFiles], look: KnownJobs) -> list[RunFiles]:
         """Returns the files of runs; those that have stopped for good lose ids which Slurm has given out again."""
         doubtful = {file.run for file in files if file.is_settled and _has_active_job(file, look)}
         if not doubtful:
@@ -803,7 +803,7 @@ class Surveyor:
             checked.append(replace(file, jobs_of_others=tuple(foreign)))
         return checked
 
-    def _with_unrecorded_jobs(self, files: Sequence[RunFiles], look: Look) -> list[RunFiles]:
+    def _with_unrecorded_jobs(self, files: Sequence[RunFiles], look: KnownJobs) -> list[RunFiles]:
         """Returns the files of runs; runs without an active job get the jobs that Slurm has for them."""
         idle = [file for file in files if not (file.is_finished or file.runs_here or _has_active_job(file, look))]
         if not idle:
@@ -840,7 +840,7 @@ def _read_files_of_another(run: RunDirectory) -> RunFiles:
     """Returns what `read_files` does; where a status cannot be made of it, nothing is known of the run."""
     try:
         files = read_files(run)
-        status = status_of(Element(run=run), files, Look(), now_unix_s=time.time())
+        status = status_of(Element(run=run), files, KnownJobs(), now_unix_s=time.time())
         json.dumps([status.as_json(), int(files.max_steps or 0)])
     except Exception:  # files that another user writes may hold anything
         return RunFiles(run=run)

@@ -31,7 +31,7 @@ _ALLOWED_RETURNS = (Action.REQUEUE, Action.LEAVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Seconds:
     """A number of seconds, and where it comes from."""
 
     seconds: float
@@ -49,11 +49,11 @@ class Prospect:
     """Nodes that it trains on."""
     larger: int
     """Nodes that it could train on now."""
-    step: Measured
+    step: Seconds
     """A step on what it has."""
-    larger_step: Measured
+    larger_step: Seconds
     """A step on the larger number."""
-    restart: Measured
+    restart: Seconds
     """From the last step before a requeue to the first one after it."""
     steps_left: int | None
     """None where the run has no end that is known."""
@@ -104,7 +104,7 @@ def assess(prospect: Prospect) -> Growth:
     )
 
 
-def step_seconds(ledger: Sequence[Attempt], *, nodes: int, larger: int) -> tuple[Measured, Measured] | None:
+def step_seconds(ledger: Sequence[Attempt], *, nodes: int, larger: int) -> tuple[Seconds, Seconds] | None:
     """Returns what a step takes on two numbers of nodes; None where the first was not measured.
 
     Args:
@@ -117,8 +117,8 @@ def step_seconds(ledger: Sequence[Attempt], *, nodes: int, larger: int) -> tuple
         return None
     larger_step_s = _newest_step_s(ledger, larger)
     if larger_step_s is None:
-        return Measured(seconds=step_s), Measured(seconds=step_s * nodes / larger, is_estimate=True)
-    return Measured(seconds=step_s), Measured(seconds=larger_step_s)
+        return Seconds(seconds=step_s), Seconds(seconds=step_s * nodes / larger, is_estimate=True)
+    return Seconds(seconds=step_s), Seconds(seconds=larger_step_s)
 
 
 def _newest_step_s(ledger: Sequence[Attempt], nodes: int) -> float | None:
@@ -130,7 +130,7 @@ def _newest_step_s(ledger: Sequence[Attempt], nodes: int) -> float | None:
     return None
 
 
-def restart_seconds(ledger: Sequence[Attempt], *, delay_s: float, save_s: float) -> Measured:
+def restart_seconds(ledger: Sequence[Attempt], *, delay_s: float, save_s: float) -> Seconds:
     """Returns what a requeue costs: the longest of the newest requeues that were measured.
 
     If none was measured, it is the sum of the newest start, a save, Slurm's own delay, and half a minute.
@@ -150,9 +150,9 @@ def restart_seconds(ledger: Sequence[Attempt], *, delay_s: float, save_s: float)
         ended_s = 0.0 if earlier.reason is Reason.NODE_FAILURE else earlier.spent_s("end_s")
         restarts_s.append(ended_s + max(waited_s, 0.0) + later.spent_s(*_STARTUP))
     if restarts_s:
-        return Measured(seconds=save_s + max(restarts_s[-_NUM_RESTARTS:]))
+        return Seconds(seconds=save_s + max(restarts_s[-_NUM_RESTARTS:]))
     start_s = ledger[-1].spent_s(*_STARTUP) if ledger else 0.0
-    return Measured(seconds=save_s + delay_s + start_s + _UNMEASURED_WAIT_S, is_estimate=True)
+    return Seconds(seconds=save_s + delay_s + start_s + _UNMEASURED_WAIT_S, is_estimate=True)
 
 
 def wait_seconds(ledger: Sequence[Attempt], *, every_s: float) -> float:

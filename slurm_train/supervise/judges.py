@@ -385,7 +385,7 @@ class StragglerSearch(Judge):
         if ranks.attempt != self._attempt:
             self._begin(ranks)
         window = self._cutter.look(ranks.beats, ranks.unix_s)
-        return [] if window is None else [self._judge.take(window)]
+        return [] if window is None else [self._judge.judge(window)]
 
     def _write(self, ranks: Ranks, windows: Sequence[PaceWindow], *, notes: bool) -> None:
         if notes:

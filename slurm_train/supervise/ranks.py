@@ -190,7 +190,7 @@ class RanksInWaiting:
     log: Path | None = None
     """Has the output of srun so far."""
 
-    def take(self, attempt: int, nodes: tuple[str, ...], log: Path) -> subprocess.Popen[bytes] | None:
+    def start_attempt(self, attempt: int, nodes: tuple[str, ...], log: Path) -> subprocess.Popen[bytes] | None:
         """Starts the training of the ranks if they still wait, for this attempt and on these nodes; returns their srun.
 
         Args:

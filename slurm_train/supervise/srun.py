@@ -236,7 +236,7 @@ class SrunStep(Step):
         refusal_code = refused_code(run, attempt, self._env)
         if refusal_code is not None:
             return refusal_code
-        warm = self._waiting.take(attempt, nodes, folder / "batch.log")
+        warm = self._waiting.start_attempt(attempt, nodes, folder / "batch.log")
         with (folder / "batch.log").open("ab") as log:
             try:
                 # Ranks in waiting run on all nodes already.

@@ -114,7 +114,7 @@ class WindowJudge:
         self._slow_for: dict[int, int] = {}
         self._lasting_for: dict[str, int] = {}
 
-    def take(self, window: PaceWindow) -> PaceWindow:
+    def judge(self, window: PaceWindow) -> PaceWindow:
         """Returns the window with its findings; to be called once per window, in order."""
         groups = self._groups(window.ranks)
         slow: list[int] = []

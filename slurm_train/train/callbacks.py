@@ -38,7 +38,7 @@ _LOOK_AT_SCORES_S = 10.0
 _NUM_SPARE = 3
 
 
-class Training(Protocol):
+class TrainerView(Protocol):
     """What callbacks use of the trainer (`train.trainer.Trainer`)."""
 
     @property
@@ -85,22 +85,22 @@ class Callback:
     def attach(self, parts: Parts) -> None:
         """Called once, before a checkpoint is loaded: keep `parts.model` here, make the tensors of `state_dict`."""
 
-    def on_start(self, trainer: Training) -> None:
+    def on_start(self, trainer: TrainerView) -> None:
         """Called once, before the first step of an attempt, when the state of a checkpoint is there."""
 
-    def on_step_end(self, trainer: Training) -> None:
+    def on_step_end(self, trainer: TrainerView) -> None:
         """Called after each optimizer step; must not wait for the GPU at each."""
 
-    def on_evaluation(self, trainer: Training, measures: Mapping[str, float]) -> None:
+    def on_evaluation(self, trainer: TrainerView, measures: Mapping[str, float]) -> None:
         """Called after an evaluation; the measures are the same on every rank, e.g. {"eval_loss": 1.2}."""
 
-    def on_save(self, trainer: Training) -> None:
+    def on_save(self, trainer: TrainerView) -> None:
         """Called before each checkpoint; `state_dict` is asked after it."""
 
-    def on_stop(self, trainer: Training) -> None:
+    def on_stop(self, trainer: TrainerView) -> None:
         """Called when the ranks have agreed to stop and the run will go on later; a save follows if there is time."""
 
-    def on_end(self, trainer: Training) -> None:
+    def on_end(self, trainer: TrainerView) -> None:
         """Called when the run is finished, before its last save."""
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -327,13 +327,13 @@ class EarlyStopping(Monitor):
         self.num_worse = 0
         self._next_look_s = 0.0
 
-    def on_evaluation(self, trainer: Training, measures: Mapping[str, float]) -> None:
+    def on_evaluation(self, trainer: TrainerView, measures: Mapping[str, float]) -> None:
         """Compares the measure with the best one, and asks for the end of the run where it is due."""
         if not self.follower:
             self._compare(self.read(measures), step=trainer.position.step)
             self._end_if_due(trainer)
 
-    def on_step_end(self, trainer: Training) -> None:
+    def on_step_end(self, trainer: TrainerView) -> None:
         """Reads the scores of a follower, on rank 0; the request to end reaches all ranks with a step's exchange."""
         rank = trainer.rank
         if not self.follower or not rank.place.is_first or rank.clock() < self._next_look_s:
@@ -358,7 +358,7 @@ class EarlyStopping(Monitor):
             self.best_step = step
             self.num_worse = 0
 
-    def _end_if_due(self, trainer: Training) -> None:
+    def _end_if_due(self, trainer: TrainerView) -> None:
         if self.num_worse >= self.patience:
             best = f"best {self.sign * self.best:.4f} at step {self.best_step}"
             trainer.end_early(f"{self.monitor} has not improved in {self.num_worse} evaluations, {best}")
@@ -398,7 +398,7 @@ class BestCheckpoint(Monitor):
         self.earlier: list[list[Any]] = []
         """The best steps by measures of other held-out samples, which stay as well."""
 
-    def on_evaluation(self, trainer: Training, measures: Mapping[str, float]) -> None:
+    def on_evaluation(self, trainer: TrainerView, measures: Mapping[str, float]) -> None:
         """Adds the step to the best ones, and asks for a save if it is one to keep."""
         if self.follower:
             return
@@ -460,13 +460,13 @@ class EMA(Callback):
             for parameter in self.parameters
         ]
 
-    def on_start(self, _trainer: Training) -> None:
+    def on_start(self, _trainer: TrainerView) -> None:
         """Begins with the parameters as they are, unless a checkpoint had an average."""
         if self.num_updates is None:
             self.num_updates = 0
             _copy(self.average, self.parameters)
 
-    def on_step_end(self, _trainer: Training) -> None:
+    def on_step_end(self, _trainer: TrainerView) -> None:
         """Moves the average towards the parameters."""
         import torch
 
@@ -540,11 +540,11 @@ class ProfilerWindow(Callback):
         self.ranks = ranks
         self._profiler: Any = None
 
-    def on_start(self, trainer: Training) -> None:
+    def on_start(self, trainer: TrainerView) -> None:
         """Opens the window, if the next step is in it."""
         self.on_step_end(trainer)
 
-    def on_step_end(self, trainer: Training) -> None:
+    def on_step_end(self, trainer: TrainerView) -> None:
         """Opens the window before its first step, and closes it after its last."""
         is_inside = self.first <= trainer.position.step + 1 <= self.last
         if self._profiler is not None and not is_inside:
@@ -555,15 +555,15 @@ class ProfilerWindow(Callback):
             self._profiler = torch.profiler.profile()
             self._profiler.start()
 
-    def on_stop(self, trainer: Training) -> None:
+    def on_stop(self, trainer: TrainerView) -> None:
         """Closes the window."""
         self._close(trainer)
 
-    def on_end(self, trainer: Training) -> None:
+    def on_end(self, trainer: TrainerView) -> None:
         """Closes the window."""
         self._close(trainer)
 
-    def _close(self, trainer: Training) -> None:
+    def _close(self, trainer: TrainerView) -> None:
         if self._profiler is None:
             return
         rank = trainer.rank
@@ -610,14 +610,14 @@ class TextSamples(Callback):
         splits_positions = parts.rank.config.parallel.sequence_parallel
         self.is_possible = can_generate and layout.pp == layout.cp == 1 and not splits_positions
 
-    def on_start(self, trainer: Training) -> None:
+    def on_start(self, trainer: TrainerView) -> None:
         """Prints a line if there will be no samples."""
         if not self.is_possible:
             trainer.say(
                 "no text samples: they need prepared text, a model with generate, and no pp, cp or sequence_parallel"
             )
 
-    def on_step_end(self, trainer: Training) -> None:
+    def on_step_end(self, trainer: TrainerView) -> None:
         """Writes the samples of a step, when they are due."""
         rank = trainer.rank
         step = trainer.position.step

@@ -97,7 +97,7 @@ class Checkpointer:
         self.parameters = frozenset(name for name, _ in model.named_parameters())
         self.buffers = buffer_shapes(model)
         choice, notes = self.saves.choose(reason_against=self.continuity.reason_against)
-        self.resumption.take(choice)
+        self.resumption.begin_from(choice)
         if choice is None:
             return Position(), notes
         manifest = choice.manifest

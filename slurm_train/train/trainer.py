@@ -15,7 +15,7 @@ from torch import nn
 from slurm_train.checkpoint.saves import Content, Saves
 from slurm_train.distributed.seeds import mix
 from slurm_train.session.wandb_calls import guard_calls
-from slurm_train.train.callbacks import Callback, Training
+from slurm_train.train.callbacks import Callback, TrainerView
 from slurm_train.train.checkpointer import Checkpointer
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import Evaluator
@@ -314,7 +314,7 @@ class Trainer:
         return self._is_over
 
     def _call(self, hook: str, *values: object) -> None:
-        training: Training = self
+        training: TrainerView = self
         for callback in self.callbacks.values():
             getattr(callback, hook)(training, *values)
 

@@ -398,7 +398,7 @@ class Watcher:
                 due_s = time.monotonic() + self._stretch_s
                 sample = self._sample(process)
                 if self._has_clear_sign(sample):
-                    self._take(sample, self._sign(sample, waits=False))
+                    self._keep(sample, self._sign(sample, waits=False))
                 else:
                     awaits_answer = True
                     self._request_answer()
@@ -464,13 +464,13 @@ class Watcher:
         is_stuck = bool(unfinished) and bool(frames) and self._last_place == (frames, unfinished)
         self._last_place = (frames, unfinished)
         sign = self._sign(sample, waits=is_stuck)
-        self._take(sample, sign)
+        self._keep(sample, sign)
         waits = unfinished[0] if unfinished else waits_in(frames)
         self._signs = replace(self._signs, waits=waits[:_LONGEST_WAITS])
         if not sign and time.monotonic() - self._sign_s > 0.6 * self._limit_s:
             self._write_report(stack, record)
 
-    def _take(self, sample: Sample, sign: str) -> None:
+    def _keep(self, sample: Sample, sign: str) -> None:
         self._gpu.memory_busy = False
         self._newest = sample
         if not sign:

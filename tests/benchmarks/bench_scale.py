@@ -496,7 +496,7 @@ def judging(size: int, folder: Path) -> Cost:
         attempt=0, begin_unix_s=0.0, end_unix_s=1.0, from_step=0, to_step=9, samples=9, ranks=ranks, findings=()
     )
     with counted() as counts:
-        WindowJudge(excess=0.1).take(window)
+        WindowJudge(excess=0.1).judge(window)
     return cost_of(counts)
 
 

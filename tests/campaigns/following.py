@@ -24,7 +24,7 @@ from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
 from slurm_train.rundir.pins import renew_lease
 from slurm_train.start.evaluation import plan_following
-from slurm_train.start.start import Start
+from slurm_train.start.start import Starter
 from slurm_train.supervise.job import Job
 from slurm_train.supervise.supervisor import Supervisor
 from tests.campaigns.checker import History
@@ -212,7 +212,7 @@ def build_pair(golden: RunDirectory, folder: Path, *, modules: Path, tally: Tall
     run.config.write_text(dump_config(replace(config, checkpoint=replace(config.checkpoint, keep=1))))
     run.checkpoints.mkdir(mode=0o700)
     plan = plan_following(run, env=os.environ, settings=[f"run.processes={dice.choice((1, 2))}"])
-    with Start(words=["evaluate"], env=dict(os.environ), say=print).fresh(plan, None) as batch:
+    with Starter(words=["evaluate"], env=dict(os.environ), say=print).fresh(plan, None) as batch:
         batch.write_provenance()
     renew_lease(run.checkpoints, plan.run, most=_MOST_WAITING)
     trainer = Life(run=run, world_size=2, modules=modules, tally=tally)

@@ -32,7 +32,7 @@ def test_the_past_is_left_with_the_first_step_and_on_record_once(tmp_path: Path)
     run = new_run(tmp_path)
     damaged = run.checkpoints / "checkpoint_0000008_attempt_0000_bbbbbbbb"
     resumption = Resumption(run, run_place(run, 0, keep=1, is_leader=True))
-    resumption.take(choice_beside(damaged))
+    resumption.begin_from(choice_beside(damaged))
     assert damaged.exists() and read_origins(run) == []
     resumption.move_on()
     resumption.move_on()
@@ -41,7 +41,7 @@ def test_the_past_is_left_with_the_first_step_and_on_record_once(tmp_path: Path)
     origin = Origin(step=4, save_id="aaaaaaaa", saved_in=0, parent="")
     assert read_origins(run) == [(0, origin)]
     # A rollback takes the run back once more.
-    resumption.take(None)
+    resumption.begin_from(None)
     resumption.move_on()
     assert read_origins(run) == [(0, origin), (0, Origin())]
 
@@ -50,7 +50,7 @@ def test_only_the_leader_leaves_a_record(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     resumption = Resumption(run, run_place(run, 0, keep=1, is_leader=False))
     damaged = run.checkpoints / "checkpoint_0000008_attempt_0000_bbbbbbbb"
-    resumption.take(choice_beside(damaged))
+    resumption.begin_from(choice_beside(damaged))
     resumption.move_on()
     assert resumption.origin.step == 4 and damaged.exists() and read_origins(run) == []
 

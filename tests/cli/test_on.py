@@ -183,7 +183,7 @@ def test_ctrl_c_interrupts_the_words_there(host: Host) -> None:
 class Sender(io.BytesIO):
     """Sends the header of some code, and of its files those that are asked for; the last bytes are lost."""
 
-    def __init__(self, code: on.Code, lost_bytes: int) -> None:
+    def __init__(self, code: on.CodeToSend, lost_bytes: int) -> None:
         super().__init__(code.header)
         self.code = code
         self.lost_bytes = lost_bytes

@@ -14,7 +14,7 @@ from slurm_train.formatting import PrintableStream
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import Element, SweepDirectory, write_table
-from slurm_train.slurm.queue_view import Look
+from slurm_train.slurm.queue_view import KnownJobs
 from slurm_train.status.run_status import Survey
 from tests.cli.conftest import Shell
 from tests.cli.test_status import NOW_S, status
@@ -87,7 +87,7 @@ def test_a_terminal_that_is_watched_is_redrawn_by_us_alone() -> None:
     terminal = Tty()
     screen = Screen(PrintableStream(terminal), is_live=True)  # type: ignore[arg-type]
     for _ in range(2):
-        screen.show(Survey((status(note=f"waits{CLIPBOARD}\x1b[5A"),), Look()), now_unix_s=NOW_S, of_sweep=False)
+        screen.show(Survey((status(note=f"waits{CLIPBOARD}\x1b[5A"),), KnownJobs()), now_unix_s=NOW_S, of_sweep=False)
     shown = terminal.getvalue()
     assert shown.count("\x1b[J") == 2 and shown.count("\x1b[4A") <= 1 and "\x1b]" not in shown
     assert "waits\\x1b]52;c;cm0gLXJm\\x07\\x1b[5A" in shown.replace("\n    ", " ")

@@ -10,11 +10,11 @@ import pytest
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError
 from slurm_train.tools.scaling.model import Size
-from slurm_train.tools.scaling.series import Series, read_series
+from slurm_train.tools.scaling.series import StudyPlan, read_series
 from tests.support.command_line import TINY, Person, new_project
 
 
-def series_of(tmp_path: Path, *words: str, steps: int = 64) -> Series:
+def series_of(tmp_path: Path, *words: str, steps: int = 64) -> StudyPlan:
     return read_series(read_words(words), steps=steps, env={}, cwd=tmp_path)
 
 

@@ -169,7 +169,7 @@ def named(readings: list[list[Pace]], *, alike: list[list[int]] | None = None) -
             for rank, pace in enumerate(new.since(old) for old, new in zip(early, late, strict=True))
         )
         window = PaceWindow(attempt=0, begin_unix_s=0, end_unix_s=5, from_step=1, to_step=9, samples=8, ranks=ranks)
-        found += [finding.ranks for finding in judge.take(window).findings if finding.kind == "straggler"]
+        found += [finding.ranks for finding in judge.judge(window).findings if finding.kind == "straggler"]
     return found
 
 

@@ -21,7 +21,7 @@ from slurm_train.errors import BatchError, ConfigError
 from slurm_train.plan import placement
 from slurm_train.plan.placement import (
     TABLE_HEADER,
-    NodeGroup,
+    EqualNodes,
     World,
     check_pipeline,
     count_local_gpus,
@@ -184,7 +184,7 @@ def test_uneven_nodes_are_grouped_in_rank_order() -> None:
     config = build_config(RunConfig, {"cluster": {"nodes": 4, "gpus_per_node": [4, 4, 2, 4]}})
     world = plan_world(config, {})
     assert (world.num_ranks, world.is_even) == (14, False)
-    assert world.groups == (NodeGroup(2, 4), NodeGroup(1, 2), NodeGroup(1, 4))
+    assert world.groups == (EqualNodes(2, 4), EqualNodes(1, 2), EqualNodes(1, 4))
     assert world.nodes_in_words == "4 nodes of 4 + 4 + 2 + 4"
 
 

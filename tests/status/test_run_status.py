@@ -15,7 +15,7 @@ from slurm_train.rundir.jobs import Holder, record_job, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.rundir.timing import PaceWindow, Slowdown, append_window
-from slurm_train.slurm.queue_view import Look, QueueView, Wanted
+from slurm_train.slurm.queue_view import KnownJobs, QueueView, Wanted
 from slurm_train.status.activity import find_active
 from slurm_train.status.run_status import (
     RunState,
@@ -35,12 +35,12 @@ from tests.support.run_facts import attempt, beat
 LINE = {"step": 120, "loss": 1.25, "tokens_per_s": 51234.5, "step_time_s": 0.5, "mfu": 0.41}
 
 
-def look(*jobs: Any, **more: Any) -> Look:
+def look(*jobs: Any, **more: Any) -> KnownJobs:
     """What Slurm has just said of the jobs."""
-    return Look(**{"jobs": {job.job_id: job for job in jobs}, "age_s": 0.0} | more)
+    return KnownJobs(**{"jobs": {job.job_id: job for job in jobs}, "age_s": 0.0} | more)
 
 
-def seen(run: Any, look: Look, **values: Any) -> RunStatus:
+def seen(run: Any, look: KnownJobs, **values: Any) -> RunStatus:
     return status_of(Element(run=run, **values), read_files(run), look, now_unix_s=time.time())
 
 
@@ -220,7 +220,7 @@ def test_a_job_that_was_turned_away_while_the_run_trained_says_nothing_about_it(
 @pytest.mark.parametrize(("ages_s", "state"), [((0, 20), "running"), ((0, 100), "interrupted"), ((), "interrupted")])
 def test_without_slurm_the_heartbeats_decide(ages_s: tuple[int, ...], state: str, has_run: Any) -> None:
     beats = tuple(beat(rank, age_s=age_s) for rank, age_s in enumerate(ages_s))
-    found = seen(has_run(job_ids=("12",), ledger=attempt(0), beats=beats), Look())
+    found = seen(has_run(job_ids=("12",), ledger=attempt(0), beats=beats), KnownJobs())
     assert (found.state.value, "no recent heartbeat" in found.note) == (state, state == "interrupted")
 
 
@@ -230,7 +230,7 @@ def test_a_living_process_here_is_running_and_a_dead_one_is_not(has_run: Any) ->
     for holder, state, note in ((here, "running", ""), (dead, "interrupted", "its process is gone; `resume {}`")):
         run = has_run(f"{state[:4]}0000", cluster=False, ledger=attempt(0, job_id=None))
         take_lock(run.lock, holder, is_alive=lambda _holder: True)
-        found = seen(run, Look())
+        found = seen(run, KnownJobs())
         assert (found.state.value, found.is_active) == (state, holder is here)
         assert found.note.startswith(note.format(run.run_id))
 
@@ -292,10 +292,10 @@ def test_a_waiting_run_has_its_place_and_its_expected_start(has_run: Any) -> Non
 
 def test_a_torn_run_directory_still_has_numbers_and_a_loss_that_is_none_is_null(has_run: Any) -> None:
     run = has_run(ledger=attempt(0), metrics=({"step": 1, "loss": float("nan")},))
-    assert '"loss": null' in json.dumps(seen(run, Look()).as_json())
+    assert '"loss": null' in json.dumps(seen(run, KnownJobs()).as_json())
     for path in (run.plan, run.job, run.metrics):
         path.write_text("{")
-    found = seen(run, Look())
+    found = seen(run, KnownJobs())
     assert (found.job_id, found.max_steps, found.loss, found.step) == (None, None, None, 0)
 
 
@@ -399,10 +399,12 @@ def test_a_job_of_another_run_with_an_id_that_was_given_out_again_is_left_out(ha
 
 
 def test_a_survey_is_over_when_nothing_is_active_and_slurm_says_so(has_run: Any) -> None:
-    stopped = seen(has_run("aaaa0000", job_ids=("1",), submitted_unix_s=1.0, ledger=attempt(0, action="stop")), Look())
-    waiting = seen(has_run("bbbb0000", job_ids=("2",)), Look())
+    stopped = seen(
+        has_run("aaaa0000", job_ids=("1",), submitted_unix_s=1.0, ledger=attempt(0, action="stop")), KnownJobs()
+    )
+    waiting = seen(has_run("bbbb0000", job_ids=("2",)), KnownJobs())
     running = seen(has_run("cccc0000", job_ids=("3",)), look(job_state("3")))
-    silent = Look(problem="no answer")
+    silent = KnownJobs(problem="no answer")
     # Where Slurm is silent the job of the waiting one may well wait.
     for statuses, answer, expected in (
         ((stopped,), silent, (True, True)),

@@ -7,8 +7,8 @@ import pytest
 
 from slurm_train.rundir.ledger import Attempt
 from slurm_train.supervise.growth import (
-    Measured,
     Prospect,
+    Seconds,
     assess,
     newest_growth_unix_s,
     restart_seconds,
@@ -25,9 +25,9 @@ def prospect(**facts: Any) -> Prospect:
     values: dict[str, Any] = {
         "nodes": 3,
         "larger": 4,
-        "step": Measured(seconds=2.0),
-        "larger_step": Measured(seconds=1.5, is_estimate=True),
-        "restart": Measured(seconds=60.0),
+        "step": Seconds(seconds=2.0),
+        "larger_step": Seconds(seconds=1.5, is_estimate=True),
+        "restart": Seconds(seconds=60.0),
         "steps_left": 10_000,
         "time_left_s": 36_000.0,
     }
@@ -44,9 +44,9 @@ def prospect(**facts: Any) -> Prospect:
         pytest.param({"time_left_s": 470.0}, False, id="the time limit brings a requeue anyway"),
         pytest.param({"time_left_s": -5.0}, False, id="over the limit"),
         pytest.param({"steps_left": None, "time_left_s": None}, True, id="no end is known"),
-        pytest.param({"larger_step": Measured(seconds=2.0)}, False, id="measured: more nodes are not faster"),
-        pytest.param({"larger_step": Measured(seconds=2.5)}, False, id="measured: more nodes are slower"),
-        pytest.param({"restart": Measured(seconds=5000.0)}, False, id="a restart takes hours"),
+        pytest.param({"larger_step": Seconds(seconds=2.0)}, False, id="measured: more nodes are not faster"),
+        pytest.param({"larger_step": Seconds(seconds=2.5)}, False, id="measured: more nodes are slower"),
+        pytest.param({"restart": Seconds(seconds=5000.0)}, False, id="a restart takes hours"),
     ],
 )
 def test_a_requeue_must_bring_twice_its_cost(facts: dict[str, Any], is_worth_it: bool) -> None:
@@ -61,7 +61,7 @@ def test_the_arithmetic_can_be_read() -> None:
     )
     # 60 s are 30 steps at the old pace; a second on four nodes brings a sixth of a step more.
     assert (growth.nodes, growth.pays_after_s) == (4, 180.0)
-    assert assess(prospect(larger_step=Measured(seconds=2.5))).pays_after_s == math.inf
+    assert assess(prospect(larger_step=Seconds(seconds=2.5))).pays_after_s == math.inf
 
 
 def attempt(nodes: int, begin_unix_s: float, end_unix_s: float | None = None, **facts: Any) -> Attempt:
@@ -113,16 +113,16 @@ def test_a_restart_costs_what_it_took_last() -> None:
     startup = {"start_s": 10.0, "rendezvous_s": 2.0, "load_s": 3.0, "compile_s": 5.0}
     requeued = attempt(3, 0, 100, action="requeue", reason="preempted", end_s=4.0)
     lost = attempt(3, 0, 100, action="requeue", reason="node_failure", end_s=40.0)
-    assert restart_seconds([requeued, attempt(4, 130, **startup)], delay_s=5, save_s=2) == Measured(seconds=56.0)
-    assert restart_seconds([lost, attempt(4, 130, **startup)], delay_s=5, save_s=2) == Measured(seconds=52.0)
+    assert restart_seconds([requeued, attempt(4, 130, **startup)], delay_s=5, save_s=2) == Seconds(seconds=56.0)
+    assert restart_seconds([lost, attempt(4, 130, **startup)], delay_s=5, save_s=2) == Seconds(seconds=52.0)
     # One that waited for 800 s, before three short ones.
     starts = [attempt(4, at, at + 100, action="requeue", reason="preempted", **startup) for at in (0, 900, 1030, 1160)]
     newest = [*starts, attempt(4, 1290, **startup)]
-    assert restart_seconds(newest[:2], delay_s=5, save_s=2) == Measured(seconds=822.0)
-    assert restart_seconds(newest, delay_s=5, save_s=2) == Measured(seconds=52.0)
+    assert restart_seconds(newest[:2], delay_s=5, save_s=2) == Seconds(seconds=822.0)
+    assert restart_seconds(newest, delay_s=5, save_s=2) == Seconds(seconds=52.0)
     # Ranks that are started again in the same allocation say nothing of a requeue.
     relaunched = [attempt(4, 0, 100, end_s=4.0), attempt(3, 101, **startup)]
-    assert restart_seconds(relaunched, delay_s=5, save_s=2) == Measured(seconds=57.0, is_estimate=True)
+    assert restart_seconds(relaunched, delay_s=5, save_s=2) == Seconds(seconds=57.0, is_estimate=True)
     assert restart_seconds([], delay_s=120, save_s=2).is_estimate
 
 
@@ -133,10 +133,10 @@ def test_a_pace_is_measured_where_the_run_has_had_so_many_nodes() -> None:
         attempt(4, 100, 110, first_step=10, last_step=11, step_s=9.0, data_wait_s=0.0),
         attempt(2, 110, **steps),
     ]
-    assert step_seconds(ledger, nodes=2, larger=4) == (Measured(seconds=2.0), Measured(seconds=1.5))
+    assert step_seconds(ledger, nodes=2, larger=4) == (Seconds(seconds=2.0), Seconds(seconds=1.5))
     assert step_seconds(ledger, nodes=2, larger=3) == (
-        Measured(seconds=2.0),
-        Measured(seconds=4.0 / 3.0, is_estimate=True),
+        Seconds(seconds=2.0),
+        Seconds(seconds=4.0 / 3.0, is_estimate=True),
     )
     assert step_seconds(ledger, nodes=3, larger=4) is None
 

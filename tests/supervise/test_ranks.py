@@ -92,10 +92,10 @@ def waiting(tmp_path: Path) -> RanksInWaiting:
 def test_ranks_in_waiting_begin_as_their_attempt_and_write_into_its_log(
     waiting: RanksInWaiting, tmp_path: Path
 ) -> None:
-    process = waiting.take(3, ("node1",), tmp_path / "batch.log")
+    process = waiting.start_attempt(3, ("node1",), tmp_path / "batch.log")
     assert process is not None and process.wait(20) == 0
     assert (tmp_path / "batch.log").read_text() == "ready\ngot begin\n" and not (tmp_path / "waiting.log").exists()
-    assert waiting.take(4, ("node1",), tmp_path / "batch.log") is None
+    assert waiting.start_attempt(4, ("node1",), tmp_path / "batch.log") is None
     waiting.dismiss()
 
 
@@ -104,7 +104,7 @@ def test_ranks_in_waiting_of_another_attempt_or_place_end(
     attempt: int, nodes: tuple[str, ...], waiting: RanksInWaiting, tmp_path: Path
 ) -> None:
     process = waiting.process
-    assert waiting.take(attempt, nodes, tmp_path / "batch.log") is None
+    assert waiting.start_attempt(attempt, nodes, tmp_path / "batch.log") is None
     assert process is not None and process.poll() == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -113,7 +113,7 @@ def test_ranks_in_waiting_that_have_died_are_not_used(waiting: RanksInWaiting, t
     assert waiting.process is not None
     waiting.process.kill()
     waiting.process.wait()
-    assert waiting.take(3, ("node1",), tmp_path / "batch.log") is None
+    assert waiting.start_attempt(3, ("node1",), tmp_path / "batch.log") is None
 
 
 def test_ranks_in_waiting_that_do_not_go_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

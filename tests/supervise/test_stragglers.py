@@ -51,7 +51,7 @@ def window(paces: Sequence[RankPace]) -> PaceWindow:
 
 def judged(make: Callable[[int], Sequence[RankPace]], windows: int) -> list[tuple[Slowdown, ...]]:
     judge = WindowJudge(excess=EXCESS)
-    return [judge.take(window(make(number))).findings for number in range(windows)]
+    return [judge.judge(window(make(number))).findings for number in range(windows)]
 
 
 def test_a_window_holds_the_steps_between_two_readings() -> None:

@@ -22,7 +22,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.signs import Group, note_group
 from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import ProgramProgress, last_step
-from slurm_train.slurm.queue_view import Look
+from slurm_train.slurm.queue_view import KnownJobs
 from slurm_train.slurm.records import StepEnd, TaskEnd
 from slurm_train.status.run_status import RunState, read_files, status_of
 from slurm_train.supervise import job as module
@@ -379,7 +379,7 @@ def test_ranks_that_were_several_programs_are_named_where_the_run_has_finished(w
 
     assert world.supervise(world.ranks(0, leaves=leaves), is_own_code=True) == 0
     assert newest(world)["note"] == "the run is finished; it trains"
-    status = status_of(Element(run=world.run), read_files(world.run), Look(), now_unix_s=time.time())
+    status = status_of(Element(run=world.run), read_files(world.run), KnownJobs(), now_unix_s=time.time())
     assert (status.state, status.note) == (RunState.FINISHED, "it trains")
 
 

@@ -228,11 +228,11 @@ def test_stacks_stay_once_the_hang_is_on_record(tmp_path: Path) -> None:
     assert process is not None
     sample = Counters(os.getpid(), tmp_path / "log").sample(process)
     watcher._write_report("main thread", b"{}")
-    watcher._take(sample, "processor time")
+    watcher._keep(sample, "processor time")
     assert not run.stacks(0, 0).exists() and not run.flight(0, 0).exists(), "it went on after all"
     watcher._write_report("main thread", b"{}")
     leave_mark(run, 0, FailureMark(rank=0, host="here", exit_code=1, message="is in load (program.py:7)"))
-    watcher._take(sample, "processor time")
+    watcher._keep(sample, "processor time")
     assert run.stacks(0, 0).exists() and run.flight(0, 0).exists(), "it is being ended"
     os.close(threads)
 

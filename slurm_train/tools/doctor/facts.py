@@ -220,7 +220,7 @@ class Trouble:
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class JobFacts:
     """What a job should be like, and everything that rank 0 knows of it.
 
     Wide because it is the one value that all rules get; each reads the few fields that it needs.

@@ -19,7 +19,7 @@ from slurm_train.formatting import ranges, shorten
 from slurm_train.rundir.events import Finding
 from slurm_train.rundir.node_disk import has_room_for_sockets
 from slurm_train.slurm.limits import in_words, tight, way_out
-from slurm_train.tools.doctor.facts import Job, NodeFacts, Trouble, error, merge, warning
+from slurm_train.tools.doctor.facts import JobFacts, NodeFacts, Trouble, error, merge, warning
 
 HINTS = {
     "RANK_MISMATCH": "look for RANK, WORLD_SIZE or SLURM_* set by a module, a prolog or a shell's start file there",
@@ -94,7 +94,7 @@ _HIGH_LATENCY_US = 500.0
 _HIGH_LATENCY = 5.0
 
 
-def find_faults(job: Job) -> tuple[Finding, ...]:
+def find_faults(job: JobFacts) -> tuple[Finding, ...]:
     """Returns one finding per fault, the worst first; empty where nothing is wrong."""
     findings = list[Finding]()
     for rule in _RULES:
@@ -102,7 +102,7 @@ def find_faults(job: Job) -> tuple[Finding, ...]:
     return merge(findings, hints=HINTS, nodes=job.names)
 
 
-def find_mismatched_ranks(job: Job) -> tuple[Finding, ...]:
+def find_mismatched_ranks(job: JobFacts) -> tuple[Finding, ...]:
     """Returns where ranks do not agree about who is who. Each rank asks this of itself, before it looks for others."""
     return merge(_mismatched_ranks(job), hints=HINTS, nodes=job.names)
 
@@ -110,7 +110,7 @@ def find_mismatched_ranks(job: Job) -> tuple[Finding, ...]:
 # Ranks: who they are, what they may use.
 
 
-def _mismatched_ranks(job: Job) -> Iterator[Finding]:
+def _mismatched_ranks(job: JobFacts) -> Iterator[Finding]:
     places = defaultdict(list)
     for rank in job.ranks:
         places[rank.node, rank.local_rank].append(rank.rank)
@@ -126,7 +126,7 @@ def _mismatched_ranks(job: Job) -> Iterator[Finding]:
             yield error("RANK_MISMATCH", node, seen)
 
 
-def _scarce_resources(job: Job) -> Iterator[Finding]:
+def _scarce_resources(job: JobFacts) -> Iterator[Finding]:
     for name, ranks in job.ranks_by_node.items():
         node = job.node(name)
         gpus = max((rank.visible_gpus for rank in ranks if rank.visible_gpus is not None), default=None)
@@ -175,7 +175,7 @@ def _scarce_resources(job: Job) -> Iterator[Finding]:
 # Network: rank 0's address, ports, absent nodes, interfaces, what nodes see of each other.
 
 
-def _unreached_rank_0(job: Job) -> Iterator[Finding]:
+def _unreached_rank_0(job: JobFacts) -> Iterator[Finding]:
     master = job.names[0]
     node = job.node(master)
     blocked = []
@@ -233,14 +233,14 @@ def _answer_elsewhere(node: NodeFacts, blocked: Sequence[Trouble]) -> tuple[str,
     return "PORT_BLOCKED", "", ""
 
 
-def _taken_port(job: Job) -> Iterator[Finding]:
+def _taken_port(job: JobFacts) -> Iterator[Finding]:
     if job.port and job.bound_port not in (None, job.port):
         instead = f", the ranks meet at {job.bound_port}" if job.bound_port else ", and so are all others on the list"
         report = error if job.needs_port or not job.bound_port else warning
         yield report("PORT_IN_USE", job.names[0], f"port {job.port} was free and is taken now{instead}")
 
 
-def _absent_nodes(job: Job) -> Iterator[Finding]:
+def _absent_nodes(job: JobFacts) -> Iterator[Finding]:
     for node in job.silent:
         seen = f"some of its ranks have not come within {job.waited_s:.0f} s, and it gave no reason"
         yield error("NODE_MISSING", node, seen, blames=True)
@@ -254,7 +254,7 @@ def _absent_nodes(job: Job) -> Iterator[Finding]:
         yield warning("NODE_MISSING", node, seen, hint="raise preflight.budget_s if the nodes are busy at the start")
 
 
-def _misleading_interfaces(job: Job) -> Iterator[Finding]:
+def _misleading_interfaces(job: JobFacts) -> Iterator[Finding]:
     callers = {peer: probe.node for probe in job.probes for peer in probe.unreached_gloo}
     unreached = defaultdict(list)
     for node in job.nodes:
@@ -316,7 +316,7 @@ def _own_name_problem(node: NodeFacts) -> str:
     return "LOOPBACK" if node.own_addresses and all(map(is_loopback, node.own_addresses)) else "NAME_RESOLUTION"
 
 
-def interface_choices(job: Job) -> dict[str, dict[str, str]]:
+def interface_choices(job: JobFacts) -> dict[str, dict[str, str]]:
     """Returns by node the variables that its ranks should have so that collectives take the route to their peers.
 
     A setting of the user is not changed. gloo's is set where its own choice leads nowhere; NCCL's where the node has
@@ -332,7 +332,7 @@ def interface_choices(job: Job) -> dict[str, dict[str, str]]:
     return dict(choices)
 
 
-def _between_nodes(job: Job) -> Iterator[Finding]:
+def _between_nodes(job: JobFacts) -> Iterator[Finding]:
     unreached = dict[tuple[str, str], str]()
     unseen = dict[tuple[str, str], str]()
     for probe in job.probes:
@@ -361,7 +361,7 @@ def _between_nodes(job: Job) -> Iterator[Finding]:
 # Files: code, configuration, data, versions, places to write to.
 
 
-def _other_files(job: Job) -> Iterator[Finding]:
+def _other_files(job: JobFacts) -> Iterator[Finding]:
     seen_by_some = any(not node.data_missing for node in job.nodes)
     for node in job.nodes:
         if node.code_changes:
@@ -377,7 +377,7 @@ def _other_files(job: Job) -> Iterator[Finding]:
             yield error("DATA_MISSING", node.node, seen, blames=True)
 
 
-def _odd_nodes(job: Job) -> Iterator[Finding]:
+def _odd_nodes(job: JobFacts) -> Iterator[Finding]:
     for subject, (code, seen) in _ALIKE.items():
         hashes = {node.node: node.hashes[subject] for node in job.nodes if subject in node.hashes}
         for name, _, _, is_clear in odd_ones(hashes):
@@ -392,13 +392,13 @@ def _odd_nodes(job: Job) -> Iterator[Finding]:
                 yield warning("VERSION_DRIFT", name, seen)
 
 
-def _missing_scontrol(job: Job) -> Iterator[Finding]:
+def _missing_scontrol(job: JobFacts) -> Iterator[Finding]:
     for node in job.nodes:
         if node.lacks_scontrol:
             yield warning("NO_SCONTROL", node.node, "has no scontrol: a run that is preempted goes on as another job")
 
 
-def _unwritable_places(job: Job) -> Iterator[Finding]:
+def _unwritable_places(job: JobFacts) -> Iterator[Finding]:
     for node, disk in ((facts.node, disk) for facts in job.nodes for disk in facts.disks):
         if disk.role == "temporary files" and not has_room_for_sockets(disk.path):
             hint = "workers of a loader hand over tensors by them: a shorter one, e.g. cluster.env.TMPDIR=/tmp"
@@ -427,7 +427,7 @@ def _unwritable_places(job: Job) -> Iterator[Finding]:
 # GPUs and speed.
 
 
-def _obstacles_to_compiling(job: Job) -> Iterator[Finding]:
+def _obstacles_to_compiling(job: JobFacts) -> Iterator[Finding]:
     is_possible = any(not node.compile_obstacles for node in job.nodes)
     for node in job.nodes:
         if node.compile_obstacles:
@@ -439,7 +439,7 @@ def _obstacles_to_compiling(job: Job) -> Iterator[Finding]:
                 yield error("NO_COMPILER", node.node, seen, blames=is_possible)
 
 
-def _faulty_gpus(job: Job) -> Iterator[Finding]:
+def _faulty_gpus(job: JobFacts) -> Iterator[Finding]:
     for node in job.nodes:
         gpus = node.gpus or []
         name = node.node
@@ -465,7 +465,7 @@ def _faulty_gpus(job: Job) -> Iterator[Finding]:
             yield warning("GPU_SICK", name, shorten(warnings, most=3), hint=hint)
 
 
-def slow_nodes(job: Job) -> Iterator[Finding]:
+def slow_nodes(job: JobFacts) -> Iterator[Finding]:
     """Yields nodes that compute more slowly than the others, or whose network is slower."""
     work = {speed.node: speed.work_ms for speed in job.speeds}
     # The best connection of a node: a slow partner makes the other ones slow, too.
@@ -492,7 +492,7 @@ def slow_nodes(job: Job) -> Iterator[Finding]:
                 yield warning("SLOW_LINK", node, f"{latency:.0f} us to the nearest node, the other nodes {usual:.0f}")
 
 
-def _slow_gpus(job: Job) -> Iterator[Finding]:
+def _slow_gpus(job: JobFacts) -> Iterator[Finding]:
     """Yields GPUs that are slower than the others of their kind, and nodes whose GPUs exchange more slowly.
 
     Of two that differ either may be at fault, so there must be two others.
@@ -521,7 +521,7 @@ def _slow_gpus(job: Job) -> Iterator[Finding]:
     yield from _slow_exchanges(job)
 
 
-def _slow_exchanges(job: Job) -> Iterator[Finding]:
+def _slow_exchanges(job: JobFacts) -> Iterator[Finding]:
     """Yields nodes whose GPUs exchange more slowly than those of other nodes with the same GPUs."""
     rates_of: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for speeds in job.gpu_speeds:

@@ -50,7 +50,7 @@ from slurm_train.slurm.allocation import Allocation
 from slurm_train.tools.doctor import gather
 from slurm_train.tools.doctor.facts import (
     GpuSpeeds,
-    Job,
+    JobFacts,
     NodeFacts,
     ProbeFacts,
     RankFacts,
@@ -182,7 +182,7 @@ class Preflight:
         self.report = {"rank": asdict(rank), "node": None}
         cluster = self.config.slurm
         gpus = 0 if not self.config.uses_cluster or cluster.gpu_flag == "none" else cluster.gpus_per_node
-        job = Job(
+        job = JobFacts(
             names=self.nodes,
             master="" if self.point.master_addr == self.nodes[0] else self.point.master_addr,
             world_size=self.world_size,
@@ -369,7 +369,7 @@ class Preflight:
 
     # Rank 0.
 
-    def _lead(self, job: Job) -> Verdict:
+    def _lead(self, job: JobFacts) -> Verdict:
         point = self.point
         require_files(self.place)
         listener = listen(point, family=self._family, address=self._own_address)
@@ -392,7 +392,7 @@ class Preflight:
                 remove_tree(self._folder)
         return verdict
 
-    def _collect(self, meeting: Meeting, job: Job) -> None:
+    def _collect(self, meeting: Meeting, job: JobFacts) -> None:
         """Collects every rank's report, or reads the files of nodes that do not connect."""
         absent = AbsentNodes(self, meeting, job)
         deadline = time.monotonic() + self.point.timeout_s
@@ -420,7 +420,7 @@ class Preflight:
         # Ranks with another world size in their environment may count further than Slurm does.
         return list(dict.fromkeys(nodes[min(rank, len(nodes) - 1)] for rank in ranks))
 
-    def _question(self, meeting: Meeting, job: Job) -> None:
+    def _question(self, meeting: Meeting, job: JobFacts) -> None:
         """Makes every node probe others, and measure on request."""
         nodes = sorted(job.nodes, key=lambda node: node.node_rank)
         spans_nodes = self.place.spans_nodes
@@ -466,7 +466,7 @@ class Preflight:
             answers = ask("gpus", with_gpus, more_s=self.config.preflight.collective_timeout_s)
             job.gpu_speeds = to_records(GpuSpeeds, answers)
 
-    def conclude(self, job: Job, findings: Sequence[Finding]) -> Verdict:
+    def conclude(self, job: JobFacts, findings: Sequence[Finding]) -> Verdict:
         """Prints what was found, writes it down, and returns the verdict.
 
         Args:
@@ -500,7 +500,7 @@ class AbsentNodes:
         job: rank 0's, with the port where it listens.
     """
 
-    def __init__(self, preflight: Preflight, meeting: Meeting, job: Job) -> None:
+    def __init__(self, preflight: Preflight, meeting: Meeting, job: JobFacts) -> None:
         self._preflight = preflight
         self._meeting = meeting
         self._job = job
@@ -559,7 +559,7 @@ def better(new: SpeedFacts, old: SpeedFacts) -> SpeedFacts:
     )
 
 
-def node_table(job: Job, findings: Iterable[Finding]) -> list[str]:
+def node_table(job: JobFacts, findings: Iterable[Finding]) -> list[str]:
     """Returns the nodes as the lines of a table, the header first; columns without values are left out."""
     ranks_by_node = job.ranks_by_node
     rows = []

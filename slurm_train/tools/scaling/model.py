@@ -42,7 +42,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class StudyPoint:
     """One run of the study."""
 
     size: Size
@@ -62,7 +62,7 @@ class Point:
         return f"{self.size}, {self.local_size} x {self.accumulation} samples per rank, {self.comm}"
 
 
-def plan_points(largest: Size, *, local_size: int, comms: Sequence[str]) -> list[Point]:
+def plan_points(largest: Size, *, local_size: int, comms: Sequence[str]) -> list[StudyPoint]:
     """Returns the runs in the order in which they are made.
 
     Ways of exchanging after the first one are tried at the sizes that span nodes, at a fixed local batch; where all
@@ -88,7 +88,7 @@ def plan_points(largest: Size, *, local_size: int, comms: Sequence[str]) -> list
     for comm in comms[1:]:
         for size in [size for size in sizes if size.nodes > 1] or [largest]:
             modes[size, local_size, 1, comm] = ("local",)
-    return [Point(*key, modes=of_key) for key, of_key in modes.items()]
+    return [StudyPoint(*key, modes=of_key) for key, of_key in modes.items()]
 
 
 WARM_UP_LINES = 2
@@ -99,7 +99,7 @@ WARM_UP_LINES = 2
 class Measured:
     """One run of the study."""
 
-    point: Point
+    point: StudyPoint
     step_s: float
     """Median over the lines of metrics after the warm-up."""
     per_s: float
@@ -130,7 +130,7 @@ class Measured:
         return 2.0 * (ranks - 1) / ranks * self.sent_bytes
 
 
-def measure(run: RunDirectory, point: Point) -> Measured | None:
+def measure(run: RunDirectory, point: StudyPoint) -> Measured | None:
     """Returns what a finished run shows, None where it has too few lines."""
     attempt = max(existing_attempts(run), default=-1)
     every = (line for line in read_lines(run.metrics) if "step_time_s" in line and line.get("attempt") == attempt)

@@ -11,7 +11,7 @@ from slurm_train.config.words import Words, split_word
 from slurm_train.errors import ConfigError, require_all
 from slurm_train.plan.choice import settle_parallel
 from slurm_train.plan.plan import RunPlan, plan_run
-from slurm_train.tools.scaling.model import Point, Size, plan_points
+from slurm_train.tools.scaling.model import Size, StudyPoint, plan_points
 
 LOG_EVERY = 8
 """Steps of a line of metrics: the mean of several steps is steadier than one."""
@@ -23,7 +23,7 @@ _OWN_KEYS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class StudyPlan:
     """The study as it was asked for."""
 
     flags: Words
@@ -49,11 +49,11 @@ class Series:
         return self.plan.config.uses_cluster
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[StudyPoint]:
         """Its runs."""
         return plan_points(self.size, local_size=self.plan.batch.local_size, comms=self.comms)
 
-    def words(self, point: Point, *, after: str = "") -> Words:
+    def words(self, point: StudyPoint, *, after: str = "") -> Words:
         """Returns what a person would type for one run; it begins when another job has ended."""
         size = point.size
         on_cluster = [f"cluster.nodes={size.nodes}", f"cluster.gpus_per_node={size.per_node}"]
@@ -77,7 +77,7 @@ class Series:
         return replace(self.flags, overrides=[*self.flags.overrides, *overrides])
 
 
-def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) -> Series:
+def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) -> StudyPlan:
     """Returns the study that the command line describes; touches nothing.
 
     Args:
@@ -98,7 +98,7 @@ def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) 
         replace(flags, overrides=[word for word, (key, _) in keys.items() if key != "ddp.comm"]), env=env, cwd=cwd
     )
     _require_something_to_time(plan)
-    return Series(
+    return StudyPlan(
         flags=replace(flags, overrides=[word for word, (key, _) in keys.items() if key not in _OWN_KEYS]),
         plan=plan,
         comms=tuple(["none", *comms][-1].strip("[]").split(",")),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.tools.doctor.facts import GpuSpeed, GpuSpeeds, Job
+from slurm_train.tools.doctor.facts import GpuSpeed, GpuSpeeds, JobFacts
 from slurm_train.tools.doctor.gpu_speed import diagnose, failures_of, read_speeds
 from slurm_train.tools.doctor.node_rules import find_faults
 
@@ -51,7 +51,7 @@ FOUND = {
 @pytest.mark.parametrize("case", FOUND)
 def test_the_gpu_that_stands_out_is_named(case: str) -> None:
     facts, *expected = FOUND[case]
-    job = Job(names=("node1", "node2", "node3"), world_size=3, gpu_speeds=facts)
+    job = JobFacts(names=("node1", "node2", "node3"), world_size=3, gpu_speeds=facts)
     assert [(one.code, one.node, one.seen) for one in find_faults(job)] == expected
 
 

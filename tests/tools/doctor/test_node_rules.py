@@ -11,7 +11,7 @@ import pytest
 from slurm_train.tools.doctor.facts import (
     DiskFacts,
     GpuFacts,
-    Job,
+    JobFacts,
     NodeFacts,
     ProbeFacts,
     RankFacts,
@@ -24,17 +24,17 @@ from slurm_train.tools.doctor.facts import (
 from slurm_train.tools.doctor.node_rules import HINTS, OTHER_CODES, find_faults, interface_choices
 from tests.campaigns.preflight_faults import FAULTS
 
-Fault = Callable[[Job], Job]
+Fault = Callable[[JobFacts], JobFacts]
 VERSIONS = {"slurm_train": "1.0", "python": "3.11.2", "torch": "2.13.0", "driver": "570.1"}
 ROOM: dict[str, Any] = {"free_mb": 900_000, "total_mb": 1_000_000, "free_inodes": 9}
 HASHES = {"code": "c0de", "config": "c0f1", "data": "da7a"}
 NODES = ("node1", "node2", "node3")
 
 
-def healthy(num_nodes: int = 3, per_node: int = 2, **asked: Any) -> Job:
+def healthy(num_nodes: int = 3, per_node: int = 2, **asked: Any) -> JobFacts:
     names = tuple(f"node{index + 1}" for index in range(num_nodes))
     world = num_nodes * per_node
-    return Job(
+    return JobFacts(
         names=names,
         world_size=world,
         gpus_per_node=per_node,
@@ -265,7 +265,7 @@ def test_every_code_has_a_fault_of_the_campaign() -> None:
 
 TWO_CPUS = both(ranks(2, cpus=[5, 6]), ranks(3, cpus=[25, 26]))
 # A job, and the level and blame of each finding.
-JOBS: dict[str, tuple[Job, list[tuple[str, bool]]]] = {
+JOBS: dict[str, tuple[JobFacts, list[tuple[str, bool]]]] = {
     "many nodes": (healthy(40), []),
     "of two versions either is wrong": (node("node2", versions={**VERSIONS, "torch": "2.12.0"})(healthy(2)), [ERROR]),
     "of two nodes either is blocked": (probe(**blocked("node1", to="node2"))(healthy(2)), [ERROR]),

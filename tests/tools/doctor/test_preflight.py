@@ -18,7 +18,7 @@ from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, PreflightError
 from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor import gather, probes
-from slurm_train.tools.doctor.facts import Job, NodeFacts, Trouble
+from slurm_train.tools.doctor.facts import JobFacts, NodeFacts, Trouble
 from slurm_train.tools.doctor.preflight import AbsentNodes, Preflight
 from tests.support.ports import free_port
 
@@ -143,7 +143,7 @@ class TwoNodes:
 
     def __init__(self, run: RunDirectory) -> None:
         self.first, self.second = (self._preflight(run, rank) for rank in range(2))
-        job = Job(names=("node1", "node2"), world_size=2, bound_port=20_001)
+        job = JobFacts(names=("node1", "node2"), world_size=2, bound_port=20_001)
         self.absent = AbsentNodes(self.first, self, job)  # type: ignore[arg-type]  # for its `missing`
 
     def _preflight(self, run: RunDirectory, rank: int) -> Preflight:

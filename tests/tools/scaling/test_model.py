@@ -15,8 +15,8 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.scaling.model import (
     WARM_UP_LINES,
     Measured,
-    Point,
     Size,
+    StudyPoint,
     fit,
     measure,
     plan_points,
@@ -47,7 +47,7 @@ def measured(
     comm_s = alpha_s * math.log2(ranks) + 2 * (ranks - 1) / ranks * sent_bytes / bytes_per_s
     step_s = compute_s + data_s + uneven_s + comm_s
     return Measured(
-        point=Point(size, 4, 1, comm, ("local",)),
+        point=StudyPoint(size, 4, 1, comm, ("local",)),
         step_s=step_s,
         per_s=4 * ranks / step_s,
         unit="samples",
@@ -79,7 +79,7 @@ def test_the_largest_size_is_one_run_for_both_series() -> None:
     ]
 
 
-POINT = Point(Size(1, 2), local_size=4, accumulation=1, comm="none", modes=("local",))
+POINT = StudyPoint(Size(1, 2), local_size=4, accumulation=1, comm="none", modes=("local",))
 WARM_UP: list[dict[str, Any]] = [{"step_time_s": 9.0, "samples_per_s": 1.0, "attempt": 0}] * WARM_UP_LINES
 
 
