@@ -634,7 +634,9 @@ def _print_error(err: SlurmTrainError) -> int:
         import traceback
 
         traceback.print_exc()
-    print(f"error: {err}", file=sys.stderr, flush=True)
+    from slurm_train.explained import with_address
+
+    print(f"error: {with_address(str(err), err.message)}", file=sys.stderr, flush=True)
     return err.exit_code
 
 

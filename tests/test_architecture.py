@@ -24,7 +24,7 @@ PACKAGE = "slurm_train"
 LAYERS = [
     {"formatting", "mounts"},
     {"errors", "assets", "__init__"},
-    {"trust"},
+    {"trust", "explained"},
     {"config"},
     {"slurm"},
     {"rundir"},
@@ -49,6 +49,7 @@ TORCH_FREE_ROOMS = (
 TORCH_FREE_MODULES = (
     "errors",
     "assets",
+    "explained",
     "formatting",
     "mounts",
     "verbs",

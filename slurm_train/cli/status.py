@@ -26,6 +26,7 @@ from slurm_train.checkpoint.verify import find_kept
 from slurm_train.cli.selection import find_root, look_once, read_selection
 from slurm_train.cli.terminal import BOLD, BOLD_RED, FAINT, note, painted, redraw, takes_escapes, width_of
 from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.explained import address_of
 from slurm_train.formatting import clock, count, duration, table
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.ledger import Reason, read_ledger
@@ -268,6 +269,8 @@ def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mappi
         lines += [summary(statuses), str(sweep.path)]
     elif len(statuses) == 1:
         run = statuses[0].run
+        address = address_of(statuses[0].note)
+        lines += [f"see {address}"] if address else []
         lines.append(str(run.path))
         lines += _log_lines(statuses[0])
         lines += [f"{kept}: {kept.path.name}" for kept in find_kept(run.checkpoints)]

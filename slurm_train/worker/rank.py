@@ -43,6 +43,7 @@ from slurm_train.errors import (
     SlurmTrainError,
     exit_status,
 )
+from slurm_train.explained import with_address
 from slurm_train.rundir.attempts import (
     attempt_secret,
     begin_round,
@@ -154,7 +155,7 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
         leave(run, code)
     except SlurmTrainError as err:
         ignore_ends_of_children()
-        print(f"error: {err}", file=sys.stderr, flush=True)
+        print(f"error: {with_address(str(err), err.message)}", file=sys.stderr, flush=True)
         _fail(run, env, err.exit_code, err.message.partition("\n")[0])
     except BaseException as err:
         ignore_ends_of_children()
