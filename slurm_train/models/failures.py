@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slurm_train.errors import ConfigError
-from slurm_train.models.objective import Objective, inputs_in, kind_of, labels_in
+from slurm_train.models.objective import Objective, ScoreLoss, inputs_in, kind_of, labels_in
 from slurm_train.models.own_loss import IGNORED
 
 _NO_SCORE = re.compile(r"Target -?\d+ is out of bounds")
@@ -29,7 +29,7 @@ _NAMES_OF_TYPES = {
 
 def call_in(err: BaseException) -> str:
     """Returns how a model was called that has raised an exception, in one line; "" where no call of one is in it."""
-    found = _called_in(err, Objective._call)
+    found = _called_in(err, ScoreLoss.call)
     if found is None:
         return ""
     objective, batch = found
@@ -81,8 +81,8 @@ def cause_in_batch(err: BaseException) -> ConfigError | None:
     return None
 
 
-def _called_in(err: BaseException, *functions: Callable[..., Any]) -> tuple[Objective, Any] | None:
-    """Returns the objective and the batch of the last call of one of its functions in a traceback."""
+def _called_in(err: BaseException, *functions: Callable[..., Any]) -> tuple[Objective | ScoreLoss, Any] | None:
+    """Returns what has the model, and the batch of the last call of one of its functions in a traceback."""
     codes = [inspect.unwrap(function).__code__ for function in functions]
     frames = [frame for frame, _ in traceback.walk_tb(err.__traceback__) if frame.f_code in codes]
     if not frames:

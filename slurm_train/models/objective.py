@@ -16,12 +16,15 @@ those of transformers do, is trained with that loss; it is a mean, and counts as
 
 Or a batch is (images, targets) with lists of tensors or dicts in it, as detectors take them: `model(images, targets)`
 gives a dict of losses, and their sum, a mean, counts as many times as there are images.
+
+So there are four losses, a class each; `Objective._loss_for` alone says which of them scores a batch.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -77,88 +80,34 @@ class Objective(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        # Of a class derived from such a model `forward` may have the inputs alone.
-        self.takes_targets = (
-            hasattr(model, "takes_targets") and "targets" in inspect.signature(model.forward).parameters
-        )
-        """Whether `model(inputs, targets=targets)` gives what `models.head.linear_cross_entropy` does."""
-        self.default_loss = default_loss
-        self.own_loss = own_loss_of(model)
-        """What the model says of a loss of its own."""
-        # Whether labels are the inputs themselves; None while no batch has told.
-        self._repeats: bool | None = None
-        self._are_next = False
-        # Whether scores have their classes in dimension 1; None until the first whole-number targets tell.
-        self._classes_second: bool | None = None
-        # Lines that were returned already: scores are looked at before the evaluations and before the first step.
-        self._said: set[str] = set()
+        self.scores = ScoreLoss(model)
+        """How scores are compared with targets."""
+        self._means = MeanLoss(model, self.scores)
+        self._lists = ListLoss(model)
+        self._own = TrainingLoss(model) if hasattr(model, "training_loss") else None
+
+    def _loss_for(self, batch: Batch) -> Loss:
+        """Returns the way in which a batch is scored; a collate function may give lists and tensors in turn."""
+        if self._own is not None:
+            return self._own
+        if _has_lists(batch):
+            return self._lists
+        may_have_mean = isinstance(batch, dict) or self.scores.gives_loss_of_tuples
+        return self._means if may_have_mean and not self.scores.takes_targets else self.scores
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns the float32 sum of the loss over the counted items, and their number (a scalar tensor).
-
-        The first of these that applies: the model's `training_loss`, its losses of lists, its own mean, its scores.
-        """
-        training_loss = getattr(self.model, "training_loss", None)
-        if training_loss is not None:
-            return self._sum_and_count(training_loss(batch))
-        if _has_lists(batch):
-            scored = self._loss_of_lists(batch)
-            if scored is None:
-                raise ConfigError(
-                    f"{type(self.model).__name__}(images, targets) gave no loss of a batch that is {kind_of(batch)}",
-                    hint="return a dict of losses (scalar tensors) in training mode, as detectors of torchvision do; "
-                    "or define training_loss(batch) on the model",
-                )
-            return scored
-        batch = self._within_context(batch)
-        outputs = self._call(batch)
-        mean = self._own_mean(outputs, batch)
-        if mean is not None:
-            count = self._count(batch)
-            return precise(mean) * count, count
-        scores = self._scores_in(outputs)
-        targets = self._targets(batch)
-        self._decide_classes(scores, targets, batch)
-        loss, count = self.loss_of(scores, targets)
-        return self._with_router(loss, count, outputs), count
+        """Returns the float32 sum of the loss over the counted items, and their number (a scalar tensor)."""
+        return self._loss_for(batch).sum_and_count(batch)
 
     def evaluation_sums(self, batch: Batch) -> dict[str, Tensor]:
         """Returns sums over the items of a batch: "loss", "count", "correct" for a classifier, or the model's own.
 
-        Called without gradients, on any number of batches per rank. The first that applies, as in `forward`.
+        Called without gradients, on any number of batches per rank.
         """
         evaluation_sums = getattr(self.model, "evaluation_sums", None)
         if evaluation_sums is not None:
             return self._checked_sums(evaluation_sums(batch))
-        training_loss = getattr(self.model, "training_loss", None)
-        if training_loss is not None:
-            loss, count = self._sum_and_count(training_loss(batch))
-            return {"loss": loss, "count": count}
-        if _has_lists(batch):
-            scored = self._loss_of_lists(batch)
-            if scored is None:
-                raise ConfigError(
-                    f"{type(self.model).__name__} gives no loss of held-out samples in evaluation mode",
-                    hint="define evaluation_sums(batch) on the model, which returns sums of its loss or of a measure",
-                )
-            loss, count = scored
-            return {"loss": loss, "count": count}
-        batch = self._within_context(batch)
-        outputs = self._call(batch)
-        mean = self._own_mean(outputs, batch)
-        if mean is None:
-            scores = self._scores_in(outputs)
-            targets = self._targets(batch)
-            self._decide_classes(scores, targets, batch)
-            sums = self.sums_of(scores, targets)
-            sums["loss"] = self._with_router(sums["loss"], sums["count"], outputs)
-            return sums
-        count = self._count(batch)
-        sums = {"loss": precise(mean) * count, "count": count}
-        correct = _num_correct(scores_in(outputs), self.own_loss.aligned(labels_in(batch)))
-        if correct is not None:
-            sums["correct"] = correct
-        return sums
+        return self._loss_for(batch).sums(batch)
 
     def _checked_sums(self, sums: Any) -> dict[str, Tensor]:
         """Returns what the model's `evaluation_sums` gave, plain numbers as tensors."""
@@ -173,31 +122,23 @@ class Objective(nn.Module):
     def may_lack_held_out_loss(self) -> bool:
         """Whether the model could be a detector, which gives predictions alone in evaluation mode."""
         has_own = any(hasattr(self.model, name) for name in ("training_loss", "evaluation_sums"))
-        return not has_own and not self.takes_targets and _takes_two(self.model)
+        return not has_own and not self.scores.takes_targets and _takes_two(self.model)
 
     def gives_held_out_loss(self, batch: Batch) -> bool:
         """Returns whether `evaluation_sums` can score such a batch, as far as lists are concerned.
 
         To be called in evaluation mode, without gradients.
         """
-        return not _has_lists(batch) or self._loss_of_lists(batch) is not None
+        return not _has_lists(batch) or self._lists.scored(batch) is not None
 
-    def loss_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what `forward` does, from what the model gave for the inputs (and targets, if it takes them)."""
-        if self.takes_targets:
-            return outputs[0], num_counted(targets)
-        return self.default_loss(outputs, targets, classes_second=self._classes_second)
+    @property
+    def context(self) -> int | None:
+        """Positions that a table of the model has, None where it has no such table."""
+        return self.scores.own_loss.context
 
-    def sums_of(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Returns what `evaluation_sums` does, from what the model gave."""
-        if self.takes_targets:
-            return {"loss": outputs[0], "count": num_counted(targets), "correct": outputs[1]}
-        return default_sums(outputs, targets, classes_second=self._classes_second)
-
-    def _decide_classes(self, scores: Tensor, targets: Tensor, batch: Batch) -> None:
-        """Finds out where scores have their classes, unless it is known: the same for all batches of a run."""
-        if self._classes_second is None and not self.takes_targets:
-            self._classes_second = decide_classes_second(scores, targets, inputs_in(batch))
+    def num_too_long(self, batch: Batch) -> int:
+        """Returns how many samples of a batch on the CPU have more tokens than the model has positions."""
+        return self.scores.num_too_long(batch)
 
     # --- before the first step ---
 
@@ -209,83 +150,21 @@ class Objective(nn.Module):
                 or the batch has tensors that the model does not take; or the model has a training step of its own,
                 which would not be called.
         """
-        if hasattr(self.model, "training_loss"):
-            return
-        if hasattr(self.model, "training_step"):
+        if self._own is None and hasattr(self.model, "training_step"):
             raise training_step_error(type(self.model).__name__)
-        if _has_lists(batch):
-            self._images_and_targets(batch)
-        if isinstance(batch, dict):
-            self._check_names(batch)
-        else:
-            self._check_call(batch)
-            if len(batch) == 2 and not _has_lists(batch) and not self._gives_loss_of_tuples:
-                require_values(batch[1])
-        self._require_labels_of_own_loss(batch)
-        pair = _sequences_in(batch)
-        if pair is None:
-            self._repeats = False
-            return
-        inputs, targets = pair
-        counted = targets != IGNORED
-        is_same = bool((inputs == targets)[counted].all())
-        is_next = bool((inputs[:, 1:] == targets[:, :-1])[counted[:, :-1]].all())
-        # A constant sequence is both, and tells nothing.
-        if is_same == is_next and is_same:
-            return
-        self._are_next = is_next and isinstance(batch, dict)
-        self._repeats = is_same and not targets.is_floating_point()
-        if self._repeats and not isinstance(batch, dict) and self.own_loss.shifts is not False:
-            raise ConfigError(
-                "the targets are the inputs wherever they count, so the model would learn to copy them",
-                hint="give (tokens[:-1], tokens[1:]), or a dict with input_ids and labels, whose labels are shifted "
-                "as transformers does; define training_loss(batch) on a model that has to copy",
-            )
-
-    def _require_labels_of_own_loss(self, batch: Batch) -> None:
-        """Checks the range of labels that a model of transformers scores itself: a GPU would be lost by one outside.
-
-        Raises:
-            ConfigError: a label has no score.
-        """
-        num_scores = self.own_loss.num_scores
-        gives_loss = isinstance(batch, dict) or self._gives_loss_of_tuples
-        if num_scores is None or not gives_loss or _has_lists(batch):
-            return
-        labels = labels_in(batch)
-        if labels is not None and not labels.is_floating_point():
-            require_labels(labels, num_scores=num_scores)
+        self._loss_for(batch).check_batch(batch)
 
     def other_loss(self, batch: Batch) -> str | None:
         """Returns a line about a loss that a person may have meant and that is not the one that is trained.
 
         None where the model computes the trained loss itself, or nothing points to another one.
         """
-        computes_loss = hasattr(self.model, "training_loss") or self.takes_targets or _has_lists(batch)
-        if computes_loss or self.own_loss.takes_labels:
-            return None
-        targets = labels_in(batch)
-        if targets is None:
-            return None
-        kind = "mean squared error" if targets.is_floating_point() else "cross entropy"
-        names = _names_of_losses(self.model)
-        if names:
-            return (
-                f"the {kind} of the output is trained; {', '.join(names)} of {type(self.model).__name__} counts only "
-                "if its forward uses it: define training_loss(batch) on the model for another loss"
-            )
-        is_one = targets == 1
-        if targets.is_floating_point() and is_one.any() and not is_one.all() and (is_one | (targets == 0)).all():
-            return (
-                "the targets are 0 and 1 as floats, so the mean squared error of the output is trained: for a binary "
-                "cross entropy define training_loss(batch) on the model"
-            )
-        return None
+        return self._loss_for(batch).other_loss(batch)
 
     @property
     def repeats(self) -> bool | None:
         """Whether labels repeat the inputs, as far as this rank's batches have told; None: they have not."""
-        return self._repeats
+        return self.scores.repeats
 
     def agree(self, repeats: Iterable[bool | None]) -> str | None:
         """Takes over what the batches of all ranks have told, and returns a line that says what follows from it.
@@ -296,24 +175,7 @@ class Objective(nn.Module):
         Raises:
             ConfigError: labels are the next tokens already, and the model takes the next ones again.
         """
-        if self._are_next and self.own_loss.shifts:
-            raise ConfigError(
-                f"the labels are the next tokens already, and {self.own_loss.name} compares scores with the label "
-                "after them, so it would learn the token after the next",
-                hint="let labels be a copy of input_ids (-100 where a token does not count), or give tuples "
-                "(tokens[:-1], tokens[1:])",
-            )
-        known_answers = [answer for answer in repeats if answer is not None]
-        if known_answers:
-            self._repeats = all(known_answers)
-        own_loss = self.own_loss
-        is_guessed = own_loss.shifts is None and not own_loss.takes_labels and not hasattr(self.model, "training_loss")
-        if not self._repeats or not is_guessed:
-            return None
-        return (
-            f"labels repeat input_ids, and {own_loss.name} gives no loss of its own: its scores are compared with "
-            "the next token"
-        )
+        return self.scores.agree(repeats)
 
     @torch.no_grad()
     def check_scores(self, samples: Batch, labels: Tensor | None) -> str | None:
@@ -328,33 +190,7 @@ class Objective(nn.Module):
         Raises:
             ConfigError: no loss fits the shapes, or labels have no score.
         """
-        gives_loss = (isinstance(samples, dict) and self.own_loss.takes_labels) or self._gives_loss_of_tuples
-        computes_loss = hasattr(self.model, "training_loss") or self.takes_targets or _has_lists(samples)
-        if computes_loss or gives_loss:
-            return None
-        samples = self._within_context(samples)
-        with torch.compiler.set_stance("force_eager"):
-            outputs = self._call(samples)
-        if self._own_mean(outputs, samples) is not None:
-            return None
-        scores = self._scores_in(outputs)
-        targets = self._targets(samples)
-        self._decide_classes(scores, targets, samples)
-        if targets.is_floating_point():
-            default_loss(scores, targets)
-            return None
-        all_labels = targets if labels is None else labels
-        require_labels(all_labels, num_scores=scores.shape[1 if self._classes_second else -1])
-        # Only now: torch would raise for labels without a score, and a GPU would be lost.
-        default_loss(scores, targets, classes_second=self._classes_second)
-        second = self._classes_second
-        notes = (
-            note_of_classes(scores, targets, classes_second=second),
-            note_of_probabilities(scores, classes_second=second, is_training=self.model.training),
-        )
-        new_notes = [note for note in notes if note is not None and note not in self._said]
-        self._said.update(new_notes)
-        return "; ".join(new_notes) or None
+        return self._loss_for(samples).check_scores(samples, labels)
 
     @torch.no_grad()
     def compare(self, batch: Batch, *, is_precise: bool) -> str | None:
@@ -370,27 +206,51 @@ class Objective(nn.Module):
         Raises:
             ConfigError: they differ, with both numbers; or the model's own is a sum over the samples, no mean.
         """
-        if self.takes_targets:
+        if self.scores.takes_targets:
             return None
-        tolerance = _TOLERANCE if is_precise else _LOW_TOLERANCE
-        if hasattr(self.model, "training_loss"):
-            return self._note_of_sum(batch, tolerance=tolerance)
-        if _has_lists(batch):
-            # Detectors give losses in training mode alone.
-            self._require_mean(batch, tolerance=tolerance)
-            return None
-        with self._evaluating():
-            batch = self._within_context(batch)
-            self._require_mean(batch, tolerance=tolerance)
-            if self.own_loss.takes_labels:
-                self._compare(batch, tolerance=tolerance)
+        return self._loss_for(batch).compare(batch, tolerance=_TOLERANCE if is_precise else _LOW_TOLERANCE)
+
+
+class Loss(ABC):
+    """A way to score a batch, with what is checked of it before the first step; base class of the four.
+
+    Args:
+        model: what is scored.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @abstractmethod
+    def sum_and_count(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns what `Objective.forward` does."""
+
+    def sums(self, batch: Batch) -> dict[str, Tensor]:
+        """Returns what `Objective.evaluation_sums` does."""
+        loss, count = self.sum_and_count(batch)
+        return {"loss": loss, "count": count}
+
+    @abstractmethod
+    def check_batch(self, batch: Batch) -> None:
+        """Does what `Objective.check_batch` does."""
+
+    def other_loss(self, _batch: Batch) -> str | None:
+        """Returns what `Objective.other_loss` does."""
         return None
+
+    def check_scores(self, _samples: Batch, _labels: Tensor | None) -> str | None:
+        """Returns what `Objective.check_scores` does."""
+        return None
+
+    @abstractmethod
+    def compare(self, batch: Batch, *, tolerance: float) -> str | None:
+        """Returns what `Objective.compare` does; differences up to `tolerance` are rounding."""
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Has the model compute in evaluation mode, not compiled."""
-        modes = [(module, module.training) for module in self.modules()]
-        self.eval()
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
         try:
             with torch.compiler.set_stance("force_eager"):
                 yield
@@ -398,7 +258,39 @@ class Objective(nn.Module):
             for module, mode in modes:
                 module.training = mode
 
-    def _note_of_sum(self, batch: Batch, *, tolerance: float) -> str | None:
+    @property
+    def _is_sharded(self) -> bool:
+        return any(hasattr(module, "reshard") for module in self.model.modules())
+
+
+class TrainingLoss(Loss):
+    """The sum and the count that the model's `training_loss` returns."""
+
+    def sum_and_count(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns what the model gave; a count that is a plain number as a tensor.
+
+        Raises:
+            ConfigError: it is no sum with a count.
+        """
+        training_loss: Any = self.model.training_loss
+        result = training_loss(batch)
+        is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+        has_loss = is_pair and isinstance(result[0], Tensor) and result[0].dim() == 0
+        if not has_loss or not isinstance(result[1], (Tensor, int, float)):
+            raise ConfigError(
+                f"{type(self.model).__name__}.training_loss gave {kind_of(result)}, not the sum of the loss as a "
+                "scalar tensor and the number of items",
+                hint="return losses.sum(), losses.numel(); of a mean over n items mean * n, n",
+            )
+        loss, count = result
+        if not isinstance(count, Tensor):
+            count = torch.full((), count, device=loss.device)
+        return loss, count
+
+    def check_batch(self, batch: Batch) -> None:
+        """Accepts any batch: only the model knows what is in it."""
+
+    def compare(self, batch: Batch, *, tolerance: float) -> str | None:
         """Returns a line where the mean loss that a `training_loss` means depends on the size of a micro-batch.
 
         A sample and the same sample twice have the same mean. Not tried with shards, which an exception inside of a
@@ -406,10 +298,9 @@ class Objective(nn.Module):
         """
         if self._is_sharded:
             return None
-        training_loss: Any = self.model.training_loss
         try:
             with self._evaluating():
-                pairs = [self._sum_and_count(training_loss(_repeated(batch, number))) for number in (1, 2)]
+                pairs = [self.sum_and_count(_repeated(batch, number)) for number in (1, 2)]
         except Exception:  # anybody's code, which may need more samples; the first step tells what is wrong with it
             return None
         (once, num_once), (twice, num_twice) = ((float(loss), float(count)) for loss, count in pairs)
@@ -425,15 +316,21 @@ class Objective(nn.Module):
             "mean * n, n"
         )
 
+
+class _OfMeans(Loss):
+    """What the two have in common whose model computes a mean itself."""
+
+    @abstractmethod
+    def mean_of(self, batch: Batch) -> Tensor | None:
+        """Returns the mean that the model gives for a batch, None where it gives none."""
+
     def _require_mean(self, batch: Batch, *, tolerance: float) -> None:
         """Checks that the model's own loss of a sample and of the same sample twice is the same, as that of a mean is.
 
         Raises:
             ConfigError: it is twice as large; with both numbers.
         """
-        if not (isinstance(batch, dict) or _has_lists(batch) or self._gives_loss_of_tuples):
-            return
-        losses = [self._own_loss_of(_repeated(batch, number)) for number in (1, 2)]
+        losses = [self._mean_if_any(_repeated(batch, number)) for number in (1, 2)]
         once, twice = (math.nan if loss is None else float(loss) for loss in losses)
         is_sum = abs(twice - 2 * once) <= tolerance * abs(twice)
         if not is_sum or abs(once) <= tolerance:
@@ -444,139 +341,79 @@ class Objective(nn.Module):
         if setting is not None:
             hint = f"give its configuration {setting}='mean' (from_pretrained takes it: model.{setting}=mean)"
         raise ConfigError(
-            f"the loss that {self.own_loss.name} computes is a sum over the samples: {once:.6f} for a sample and "
+            f"the loss that {self._name} computes is a sum over the samples: {once:.6f} for a sample and "
             f"{twice:.6f} for the same sample twice; a step's loss would depend on the number of ranks and "
             "micro-batches",
             hint=f"{hint}; or define training_loss(batch) on the model: it returns the sum and the number of items",
         )
 
-    def _own_loss_of(self, batch: Batch) -> Tensor | None:
+    @property
+    def _name(self) -> str:
+        """Of the class that computes the mean."""
+        return type(self.model).__name__
+
+    def _mean_if_any(self, batch: Batch) -> Tensor | None:
         """Returns the loss that the model computes itself; None where it gives none, or takes no batch of this size.
 
         Shards, which an exception leaves half gathered, raise it.
         """
         try:
-            if _has_lists(batch):
-                scored = self._loss_of_lists(batch)
-                return None if scored is None else scored[0] / scored[1]
-            return loss_in(self._call(batch))
+            return self.mean_of(batch)
         except (RuntimeError, ValueError, IndexError):
             if self._is_sharded:
                 raise
             return None
 
-    @property
-    def _is_sharded(self) -> bool:
-        return any(hasattr(module, "reshard") for module in self.model.modules())
 
-    def _compare(self, batch: Batch, *, tolerance: float) -> None:
-        if isinstance(batch, dict):
-            if LABELS not in batch or self.own_loss.shifts is None:
-                return
-            outputs = self.model(**batch)
-            own_losses = [loss_in(outputs)]
-            self._learn_shift(outputs, batch[LABELS], tolerance=tolerance)
-        elif len(batch) == 2:
-            inputs, targets = batch
-            follows = self.own_loss.shifts is not False and targets.dim() > 1 and targets.shape == inputs.shape
-            if follows:
-                # A model that shifts labels itself never looks at the last score.
-                targets = torch.cat((targets[:, :-1], torch.full_like(targets[:, -1:], IGNORED)), dim=1)
-                batch = (inputs, targets)
-            own_losses = [loss_in(self.model(inputs, labels=targets))]
-            if follows:
-                own_losses.append(loss_in(self.model(inputs, labels=targets.roll(1, dims=1))))
-        else:
-            return
-        total, count = self(batch)
-        losses = [loss.item() for loss in own_losses if loss is not None]
-        self._require_same(float(total / count), losses, tolerance=tolerance)
+class ListLoss(_OfMeans):
+    """The sum of the losses that a model gives for (images, targets), as detectors do; a mean over the images."""
 
-    def _learn_shift(self, outputs: Any, labels: Tensor, *, tolerance: float) -> None:
-        """Finds out whether the model compares labels with the scores before them; a name does not always tell."""
-        loss = loss_in(outputs)
-        scores = scores_in(outputs)
-        can_be = isinstance(scores, Tensor) and labels.dim() > 1 and scores.shape[:-1] == labels.shape
-        if loss is None or not can_be or labels.is_floating_point():
-            return
-        matches = []
-        for targets in (labels, next_labels(labels)):
-            total, count = default_loss(scores, targets)
-            mean = self._with_router(total, count, outputs) / count
-            matches.append(bool((mean - loss).abs() <= tolerance * loss.abs()))
-        if any(matches) and not all(matches):
-            self.own_loss = self.own_loss.shifted(matches[1])
+    def sum_and_count(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns the sum of the losses times the images, and the number of these.
 
-    def _require_same(self, loss: float, own_losses: list[float], *, tolerance: float) -> None:
-        differences = [abs(own_loss - loss) for own_loss in own_losses if math.isfinite(own_loss)]
-        if not differences or not math.isfinite(loss) or min(differences) <= tolerance * max(1.0, abs(loss)):
-            return
-        raise ConfigError(
-            f"the loss of the first samples is {loss:.6f} here, and {self.own_loss.name} computes {own_losses[-1]:.6f} "
-            "itself",
-            hint="give dicts with `labels`, with which the model's own loss is trained; or define training_loss(batch) "
-            "on the model; or take `labels` out of its forward if that loss is not meant",
-        )
-
-    def _check_names(self, batch: dict[str, Tensor]) -> None:
-        parameters = inspect.signature(self.model.forward).parameters
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-        unknown = [name for name in batch if name not in parameters and name != LABELS]
-        if unknown and not takes_any:
+        Raises:
+            ConfigError: the model gives something else.
+        """
+        scored = self.scored(batch)
+        if scored is None:
             raise ConfigError(
-                f"a batch has {', '.join(unknown)}, which {type(self.model).__name__} does not take "
-                f"(forward takes {', '.join(parameters)})",
-                hint=_hint_to_rename(batch)
-                or "leave them out of the samples, or define training_loss(batch) on the model",
+                f"{type(self.model).__name__}(images, targets) gave no loss of a batch that is {kind_of(batch)}",
+                hint="return a dict of losses (scalar tensors) in training mode, as detectors of torchvision do; "
+                "or define training_loss(batch) on the model",
             )
+        return scored
 
-    def _check_call(self, batch: tuple[Tensor, ...]) -> None:
-        """Checks that the model can be called with what `_call` gives it of a tuple."""
-        name = type(self.model).__name__
-        if type(self.model).forward is nn.Module.forward:
+    def sums(self, batch: Batch) -> dict[str, Tensor]:
+        """Returns "loss" and "count" of a batch.
+
+        Raises:
+            ConfigError: the model gives predictions alone in evaluation mode.
+        """
+        scored = self.scored(batch)
+        if scored is None:
             raise ConfigError(
-                f"{name} has no method forward",
-                hint="define forward(inputs), which gives scores, or training_loss(batch) on the model",
+                f"{type(self.model).__name__} gives no loss of held-out samples in evaluation mode",
+                hint="define evaluation_sums(batch) on the model, which returns sums of its loss or of a measure",
             )
-        if len(batch) != 2 or _has_lists(batch):
-            return
-        words = {"targets": None} if self.takes_targets else {}
-        if self._gives_loss_of_tuples:
-            words = {LABELS: None}
-        signature = inspect.signature(self.model.forward)
-        try:
-            signature.bind(batch[0], **words)
-        except TypeError as err:
-            raise ConfigError(
-                f"{name}.forward takes {', '.join(signature.parameters)}; of a batch (inputs, targets) it is called "
-                f"with the inputs alone: {err}",
-                hint="let it take the inputs and return scores, whose loss is computed here; or define "
-                "training_loss(batch) on the model: it returns the sum of the loss and the number of items, of a mean "
-                "over n items mean * n, n",
-            ) from err
+        loss, count = scored
+        return {"loss": loss, "count": count}
 
-    # --- what every step does ---
+    def check_batch(self, batch: Batch) -> None:
+        """Checks that the batch has two parts, and that the model is called with two."""
+        self._images_and_targets(batch)
+        _require_forward(self.model)
 
-    def _call(self, batch: Batch) -> Any:
-        """Returns what the model gives for a batch; it gets the targets where it computes the loss from them."""
-        if isinstance(batch, dict):
-            if not self.takes_targets or LABELS not in batch:
-                return self.model(**self.own_loss.words(batch))
-            words = {name: tensor for name, tensor in batch.items() if name != LABELS}
-            return self.model(**words, targets=self._targets(batch))
-        if len(batch) != 2:
-            raise ConfigError(
-                f"a batch of {len(batch)} tensors has no (inputs, targets)",
-                hint="define training_loss(batch) and evaluation_sums(batch) on the model",
-            )
-        inputs, targets = batch
-        if self.takes_targets:
-            return self.model(inputs, targets=targets)
-        if self._gives_loss_of_tuples:
-            return self.model(inputs, **self.own_loss.words({LABELS: targets}))
-        return self.model(inputs)
+    def compare(self, batch: Batch, *, tolerance: float) -> str | None:
+        """Checks that the losses are means; detectors give them in training mode alone."""
+        self._require_mean(batch, tolerance=tolerance)
+        return None
 
-    def _loss_of_lists(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
+    def mean_of(self, batch: Batch) -> Tensor | None:
+        """Returns the sum of the losses, None where the model gives none."""
+        scored = self.scored(batch)
+        return None if scored is None else scored[0] / scored[1]
+
+    def scored(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """Returns the sum of the losses that the model gives for (images, targets) times the images, and their number.
 
         None where it gives something else, as detectors do in evaluation mode.
@@ -605,6 +442,425 @@ class Objective(nn.Module):
             "training_loss(batch) and evaluation_sums(batch) on the model, which get the batch as it is",
         )
 
+
+class MeanLoss(_OfMeans):
+    """The mean that a model gives for labels, as those of transformers do; where it gives none, its scores decide.
+
+    Args:
+        model: what is scored.
+        scores: how it is called, and how its scores are compared.
+    """
+
+    def __init__(self, model: nn.Module, scores: ScoreLoss) -> None:
+        super().__init__(model)
+        self._scores = scores
+
+    def sum_and_count(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns the mean times the number of items it is over, and that number."""
+        batch = self._scores.within_context(batch)
+        outputs = self._scores.call(batch)
+        mean = self._mean_in(outputs, batch)
+        if mean is None:
+            return self._scores.sum_and_count_of(outputs, batch)
+        count = self._count(batch)
+        return precise(mean) * count, count
+
+    def sums(self, batch: Batch) -> dict[str, Tensor]:
+        """Returns "loss" and "count", and "correct" where the model gives scores of classes, too."""
+        batch = self._scores.within_context(batch)
+        outputs = self._scores.call(batch)
+        mean = self._mean_in(outputs, batch)
+        if mean is None:
+            return self._scores.sums_in(outputs, batch)
+        count = self._count(batch)
+        sums = {"loss": precise(mean) * count, "count": count}
+        correct = _num_correct(scores_in(outputs), self._scores.own_loss.aligned(labels_in(batch)))
+        if correct is not None:
+            sums["correct"] = correct
+        return sums
+
+    def check_batch(self, batch: Batch) -> None:
+        """Checks the batch, and finds out what its labels are."""
+        self._scores.check_batch(batch)
+
+    def other_loss(self, batch: Batch) -> str | None:
+        """Returns a line where the model takes no labels, and has a loss that is not trained."""
+        return self._scores.other_loss(batch)
+
+    def check_scores(self, samples: Batch, labels: Tensor | None) -> str | None:
+        """Checks the scores of a model that gives no mean."""
+        if self._scores.own_loss.takes_labels:
+            return None
+        samples = self._scores.within_context(samples)
+        with torch.compiler.set_stance("force_eager"):
+            outputs = self._scores.call(samples)
+        if self._mean_in(outputs, samples) is not None:
+            return None
+        return self._scores.check_scores_in(outputs, samples, labels)
+
+    def compare(self, batch: Batch, *, tolerance: float) -> str | None:
+        """Checks that the loss is a mean, and the one that is trained."""
+        with self._evaluating():
+            batch = self._scores.within_context(batch)
+            self._require_mean(batch, tolerance=tolerance)
+            if not self._scores.own_loss.takes_labels:
+                return None
+            if isinstance(batch, dict):
+                if LABELS not in batch or self._scores.own_loss.shifts is None:
+                    return None
+                outputs = self.model(**batch)
+                own_losses = [loss_in(outputs)]
+                self._scores.learn_shift(outputs, batch[LABELS], tolerance=tolerance)
+            elif len(batch) == 2:
+                batch, own_losses = self._scores.own_losses(batch)
+            else:
+                return None
+            self._scores.require_same(self.sum_and_count(batch), own_losses, tolerance=tolerance)
+        return None
+
+    def mean_of(self, batch: Batch) -> Tensor | None:
+        """Returns the mean that the model gives, None where it gives none."""
+        return loss_in(self._scores.call(batch))
+
+    @property
+    def _name(self) -> str:
+        return self._scores.own_loss.name
+
+    def _mean_in(self, outputs: Any, batch: Batch) -> Tensor | None:
+        """Returns the loss that the model gave itself; None where it gave scores to be compared with targets."""
+        mean = loss_in(outputs)
+        labels = labels_in(batch)
+        if mean is None and isinstance(batch, dict) and (labels is None or labels.is_floating_point()):
+            raise ConfigError(
+                f"a batch of {', '.join(batch)} has no whole-number labels, and {type(self.model).__name__} gives no "
+                "loss of its own for it",
+                hint=_hint_to_rename(batch)
+                or "add `labels` to the samples (for a language model a copy of input_ids, shifted here), or define "
+                "training_loss(batch) on the model",
+            )
+        return mean
+
+    def _count(self, batch: Batch) -> Tensor:
+        """Returns how many items the model's own mean is over."""
+        first: Tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        return self._scores.own_loss.count(labels_in(batch), size=len(first)).to(first.device)
+
+
+class ScoreLoss(Loss):
+    """The model's scores, compared with targets.
+
+    Args:
+        model: what is scored.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        # Of a class derived from such a model `forward` may have the inputs alone.
+        self.takes_targets = (
+            hasattr(model, "takes_targets") and "targets" in inspect.signature(model.forward).parameters
+        )
+        """Whether `model(inputs, targets=targets)` gives what `models.head.linear_cross_entropy` does."""
+        self.default_loss = default_loss
+        self.own_loss = own_loss_of(model)
+        """What the model says of a loss of its own."""
+        # Whether labels are the inputs themselves; None while no batch has told.
+        self.repeats: bool | None = None
+        self._are_next = False
+        # Whether scores have their classes in dimension 1; None until the first whole-number targets tell.
+        self._classes_second: bool | None = None
+        # Lines that were returned already: scores are looked at before the evaluations and before the first step.
+        self._said: set[str] = set()
+
+    def sum_and_count(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns the sum of the loss over the targets that count, and their number."""
+        batch = self.within_context(batch)
+        return self.sum_and_count_of(self.call(batch), batch)
+
+    def sum_and_count_of(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns the same from what the model gave for a batch."""
+        scores, targets = self._pair_of(outputs, batch)
+        loss, count = self.loss_of(scores, targets)
+        return self._with_router(loss, count, outputs), count
+
+    def sums(self, batch: Batch) -> dict[str, Tensor]:
+        """Returns "loss", "count" and, for classes, "correct"."""
+        batch = self.within_context(batch)
+        return self.sums_in(self.call(batch), batch)
+
+    def sums_in(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Returns the same from what the model gave for a batch."""
+        scores, targets = self._pair_of(outputs, batch)
+        sums = self.sums_of(scores, targets)
+        sums["loss"] = self._with_router(sums["loss"], sums["count"], outputs)
+        return sums
+
+    def _pair_of(self, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
+        scores = self._scores_in(outputs)
+        targets = self._targets(batch)
+        self._decide_classes(scores, targets, batch)
+        return scores, targets
+
+    def loss_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns sum and count, from what the model gave for the inputs (and targets, if it takes them)."""
+        if self.takes_targets:
+            return outputs[0], num_counted(targets)
+        return self.default_loss(outputs, targets, classes_second=self._classes_second)
+
+    def sums_of(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Returns the sums of a batch, from what the model gave."""
+        if self.takes_targets:
+            return {"loss": outputs[0], "count": num_counted(targets), "correct": outputs[1]}
+        return default_sums(outputs, targets, classes_second=self._classes_second)
+
+    def _decide_classes(self, scores: Tensor, targets: Tensor, batch: Batch) -> None:
+        """Finds out where scores have their classes, unless it is known: the same for all batches of a run."""
+        if self._classes_second is None and not self.takes_targets:
+            self._classes_second = decide_classes_second(scores, targets, inputs_in(batch))
+
+    # --- before the first step ---
+
+    def check_batch(self, batch: Batch) -> None:
+        """Checks a batch before it is trained with, and finds out what its labels are.
+
+        Raises:
+            ConfigError: the targets are the inputs, so that copying them would be learned, or probabilities of classes;
+                or the batch has tensors that the model does not take.
+        """
+        if isinstance(batch, dict):
+            self._check_names(batch)
+        else:
+            self._check_call(batch)
+            if len(batch) == 2 and not self.gives_loss_of_tuples:
+                require_values(batch[1])
+        self._require_labels_of_own_loss(batch)
+        pair = _sequences_in(batch)
+        if pair is None:
+            self.repeats = False
+            return
+        inputs, targets = pair
+        counted = targets != IGNORED
+        is_same = bool((inputs == targets)[counted].all())
+        is_next = bool((inputs[:, 1:] == targets[:, :-1])[counted[:, :-1]].all())
+        # A constant sequence is both, and tells nothing.
+        if is_same == is_next and is_same:
+            return
+        self._are_next = is_next and isinstance(batch, dict)
+        self.repeats = is_same and not targets.is_floating_point()
+        if self.repeats and not isinstance(batch, dict) and self.own_loss.shifts is not False:
+            raise ConfigError(
+                "the targets are the inputs wherever they count, so the model would learn to copy them",
+                hint="give (tokens[:-1], tokens[1:]), or a dict with input_ids and labels, whose labels are shifted "
+                "as transformers does; define training_loss(batch) on a model that has to copy",
+            )
+
+    def _require_labels_of_own_loss(self, batch: Batch) -> None:
+        """Checks the range of labels that a model of transformers scores itself: a GPU would be lost by one outside.
+
+        Raises:
+            ConfigError: a label has no score.
+        """
+        num_scores = self.own_loss.num_scores
+        gives_loss = isinstance(batch, dict) or self.gives_loss_of_tuples
+        if num_scores is None or not gives_loss:
+            return
+        labels = labels_in(batch)
+        if labels is not None and not labels.is_floating_point():
+            require_labels(labels, num_scores=num_scores)
+
+    def other_loss(self, batch: Batch) -> str | None:
+        """Returns a line about a loss that a person may have meant and that is not the one that is trained.
+
+        None where the model computes the trained loss itself, or nothing points to another one.
+        """
+        if self.takes_targets or self.own_loss.takes_labels:
+            return None
+        targets = labels_in(batch)
+        if targets is None:
+            return None
+        kind = "mean squared error" if targets.is_floating_point() else "cross entropy"
+        names = _names_of_losses(self.model)
+        if names:
+            return (
+                f"the {kind} of the output is trained; {', '.join(names)} of {type(self.model).__name__} counts only "
+                "if its forward uses it: define training_loss(batch) on the model for another loss"
+            )
+        is_one = targets == 1
+        if targets.is_floating_point() and is_one.any() and not is_one.all() and (is_one | (targets == 0)).all():
+            return (
+                "the targets are 0 and 1 as floats, so the mean squared error of the output is trained: for a binary "
+                "cross entropy define training_loss(batch) on the model"
+            )
+        return None
+
+    def agree(self, repeats: Iterable[bool | None]) -> str | None:
+        """Takes over what the batches of all ranks have told, and returns a line that says what follows from it.
+
+        Args:
+            repeats: `repeats` of every rank, in the same order on each.
+
+        Raises:
+            ConfigError: labels are the next tokens already, and the model takes the next ones again.
+        """
+        if self._are_next and self.own_loss.shifts:
+            raise ConfigError(
+                f"the labels are the next tokens already, and {self.own_loss.name} compares scores with the label "
+                "after them, so it would learn the token after the next",
+                hint="let labels be a copy of input_ids (-100 where a token does not count), or give tuples "
+                "(tokens[:-1], tokens[1:])",
+            )
+        known_answers = [answer for answer in repeats if answer is not None]
+        if known_answers:
+            self.repeats = all(known_answers)
+        own_loss = self.own_loss
+        is_guessed = own_loss.shifts is None and not own_loss.takes_labels
+        if not self.repeats or not is_guessed:
+            return None
+        return (
+            f"labels repeat input_ids, and {own_loss.name} gives no loss of its own: its scores are compared with "
+            "the next token"
+        )
+
+    def check_scores(self, samples: Batch, labels: Tensor | None) -> str | None:
+        """Checks scores and labels, unless the model compares them itself."""
+        if self.takes_targets:
+            return None
+        samples = self.within_context(samples)
+        with torch.compiler.set_stance("force_eager"):
+            outputs = self.call(samples)
+        return self.check_scores_in(outputs, samples, labels)
+
+    def check_scores_in(self, outputs: Any, samples: Batch, labels: Tensor | None) -> str | None:
+        """Checks the scores that the model gave for some samples, and the labels of all of the micro-batch."""
+        scores, targets = self._pair_of(outputs, samples)
+        if targets.is_floating_point():
+            default_loss(scores, targets)
+            return None
+        all_labels = targets if labels is None else labels
+        require_labels(all_labels, num_scores=scores.shape[1 if self._classes_second else -1])
+        # Only now: torch would raise for labels without a score, and a GPU would be lost.
+        default_loss(scores, targets, classes_second=self._classes_second)
+        second = self._classes_second
+        notes = (
+            note_of_classes(scores, targets, classes_second=second),
+            note_of_probabilities(scores, classes_second=second, is_training=self.model.training),
+        )
+        new_notes = [note for note in notes if note is not None and note not in self._said]
+        self._said.update(new_notes)
+        return "; ".join(new_notes) or None
+
+    def compare(self, batch: Batch, *, tolerance: float) -> str | None:
+        """Compares the loss with that of a model that takes labels beside the inputs, too."""
+        if not self.own_loss.takes_labels or isinstance(batch, dict) or len(batch) != 2:
+            return None
+        with self._evaluating():
+            batch, own_losses = self.own_losses(self.within_context(batch))
+            self.require_same(self.sum_and_count(batch), own_losses, tolerance=tolerance)
+        return None
+
+    def own_losses(self, batch: Any) -> tuple[Batch, list[Tensor | None]]:
+        """Returns (inputs, targets) to compare, and the losses that a model which takes labels may compute of them."""
+        inputs, targets = batch
+        follows = self.own_loss.shifts is not False and targets.dim() > 1 and targets.shape == inputs.shape
+        if not follows:
+            return batch, [loss_in(self.model(inputs, labels=targets))]
+        # A model that shifts labels itself never looks at the last score.
+        targets = torch.cat((targets[:, :-1], torch.full_like(targets[:, -1:], IGNORED)), dim=1)
+        losses = [loss_in(self.model(inputs, labels=labels)) for labels in (targets, targets.roll(1, dims=1))]
+        return (inputs, targets), losses
+
+    def learn_shift(self, outputs: Any, labels: Tensor, *, tolerance: float) -> None:
+        """Finds out whether the model compares labels with the scores before them; a name does not always tell."""
+        loss = loss_in(outputs)
+        scores = scores_in(outputs)
+        can_be = isinstance(scores, Tensor) and labels.dim() > 1 and scores.shape[:-1] == labels.shape
+        if loss is None or not can_be or labels.is_floating_point():
+            return
+        matches = []
+        for targets in (labels, next_labels(labels)):
+            total, count = default_loss(scores, targets)
+            mean = self._with_router(total, count, outputs) / count
+            matches.append(bool((mean - loss).abs() <= tolerance * loss.abs()))
+        if any(matches) and not all(matches):
+            self.own_loss = self.own_loss.shifted(matches[1])
+
+    def require_same(self, scored: tuple[Tensor, Tensor], own_losses: list[Tensor | None], *, tolerance: float) -> None:
+        """Checks that the loss that is trained is the model's own.
+
+        Args:
+            scored: sum and count of the loss that is trained.
+            own_losses: those that the model computes; one of them has to be the same.
+            tolerance: relative difference that is rounding.
+
+        Raises:
+            ConfigError: it is another one.
+        """
+        total, count = scored
+        loss = float(total / count)
+        losses = [own_loss.item() for own_loss in own_losses if own_loss is not None]
+        differences = [abs(own_loss - loss) for own_loss in losses if math.isfinite(own_loss)]
+        if not differences or not math.isfinite(loss) or min(differences) <= tolerance * max(1.0, abs(loss)):
+            return
+        raise ConfigError(
+            f"the loss of the first samples is {loss:.6f} here, and {self.own_loss.name} computes {losses[-1]:.6f} "
+            "itself",
+            hint="give dicts with `labels`, with which the model's own loss is trained; or define training_loss(batch) "
+            "on the model; or take `labels` out of its forward if that loss is not meant",
+        )
+
+    def _check_names(self, batch: dict[str, Tensor]) -> None:
+        parameters = inspect.signature(self.model.forward).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        unknown = [name for name in batch if name not in parameters and name != LABELS]
+        if unknown and not takes_any:
+            raise ConfigError(
+                f"a batch has {', '.join(unknown)}, which {type(self.model).__name__} does not take "
+                f"(forward takes {', '.join(parameters)})",
+                hint=_hint_to_rename(batch)
+                or "leave them out of the samples, or define training_loss(batch) on the model",
+            )
+
+    def _check_call(self, batch: tuple[Tensor, ...]) -> None:
+        """Checks that the model can be called with what `_call` gives it of a tuple."""
+        name = type(self.model).__name__
+        _require_forward(self.model)
+        if len(batch) != 2:
+            return
+        words = {"targets": None} if self.takes_targets else {}
+        if self.gives_loss_of_tuples:
+            words = {LABELS: None}
+        signature = inspect.signature(self.model.forward)
+        try:
+            signature.bind(batch[0], **words)
+        except TypeError as err:
+            raise ConfigError(
+                f"{name}.forward takes {', '.join(signature.parameters)}; of a batch (inputs, targets) it is called "
+                f"with the inputs alone: {err}",
+                hint="let it take the inputs and return scores, whose loss is computed here; or define "
+                "training_loss(batch) on the model: it returns the sum of the loss and the number of items, of a mean "
+                "over n items mean * n, n",
+            ) from err
+
+    # --- what every step does ---
+
+    def call(self, batch: Batch) -> Any:
+        """Returns what the model gives for a batch; it gets the targets where it computes the loss from them."""
+        if isinstance(batch, dict):
+            if not self.takes_targets or LABELS not in batch:
+                return self.model(**self.own_loss.words(batch))
+            words = {name: tensor for name, tensor in batch.items() if name != LABELS}
+            return self.model(**words, targets=self._targets(batch))
+        if len(batch) != 2:
+            raise ConfigError(
+                f"a batch of {len(batch)} tensors has no (inputs, targets)",
+                hint="define training_loss(batch) and evaluation_sums(batch) on the model",
+            )
+        inputs, targets = batch
+        if self.takes_targets:
+            return self.model(inputs, targets=targets)
+        if self.gives_loss_of_tuples:
+            return self.model(inputs, **self.own_loss.words({LABELS: targets}))
+        return self.model(inputs)
+
     def num_too_long(self, batch: Batch) -> int:
         """Returns how many samples of a batch on the CPU have more tokens than the model has positions."""
         tokens = self._tokens_in(batch)
@@ -619,7 +875,7 @@ class Objective(nn.Module):
         is_text = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
         return tokens if is_text else None
 
-    def _within_context(self, batch: Batch) -> Batch:
+    def within_context(self, batch: Batch) -> Batch:
         """Returns a batch whose texts end where the model's table of positions does."""
         context = self.own_loss.context
         if context is None:
@@ -638,30 +894,9 @@ class Objective(nn.Module):
         return tuple(cut(tensor) for tensor in batch)
 
     @property
-    def _gives_loss_of_tuples(self) -> bool:
+    def gives_loss_of_tuples(self) -> bool:
         """Whether targets that stand beside the inputs are labels as the model takes them."""
         return self.own_loss.takes_labels and self.own_loss.shifts is False
-
-    def _own_mean(self, outputs: Any, batch: Batch) -> Tensor | None:
-        """Returns the loss that the model gave itself; None where it gave scores to be compared with targets."""
-        if self.takes_targets or not (isinstance(batch, dict) or self._gives_loss_of_tuples):
-            return None
-        mean = loss_in(outputs)
-        labels = labels_in(batch)
-        if mean is None and isinstance(batch, dict) and (labels is None or labels.is_floating_point()):
-            raise ConfigError(
-                f"a batch of {', '.join(batch)} has no whole-number labels, and {type(self.model).__name__} gives no "
-                "loss of its own for it",
-                hint=_hint_to_rename(batch)
-                or "add `labels` to the samples (for a language model a copy of input_ids, shifted here), or define "
-                "training_loss(batch) on the model",
-            )
-        return mean
-
-    def _count(self, batch: Batch) -> Tensor:
-        """Returns how many items the model's own mean is over."""
-        first: Tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-        return self.own_loss.count(labels_in(batch), size=len(first)).to(first.device)
 
     def _targets(self, batch: Batch) -> Tensor:
         """Returns what scores are compared with, each at its place."""
@@ -672,9 +907,9 @@ class Objective(nn.Module):
         shifts = self.own_loss.shifts
         if shifts is None:
             # The model does not say it, so the batches have to.
-            if self._repeats is None:
+            if self.repeats is None:
                 self.check_batch(batch)
-            shifts = self._repeats is not False
+            shifts = self.repeats is not False
         return next_labels(labels) if shifts and labels.dim() > 1 else labels
 
     def _with_router(self, loss: Tensor, count: Tensor, outputs: Any) -> Tensor:
@@ -695,20 +930,13 @@ class Objective(nn.Module):
             )
         return scores
 
-    def _sum_and_count(self, result: Any) -> tuple[Tensor, Tensor]:
-        """Returns what the model's own loss gave; a count that is a plain number as a tensor."""
-        is_pair = isinstance(result, (tuple, list)) and len(result) == 2
-        has_loss = is_pair and isinstance(result[0], Tensor) and result[0].dim() == 0
-        if not has_loss or not isinstance(result[1], (Tensor, int, float)):
-            raise ConfigError(
-                f"{type(self.model).__name__}.training_loss gave {kind_of(result)}, not the sum of the loss as a "
-                "scalar tensor and the number of items",
-                hint="return losses.sum(), losses.numel(); of a mean over n items mean * n, n",
-            )
-        loss, count = result
-        if not isinstance(count, Tensor):
-            count = torch.full((), count, device=loss.device)
-        return loss, count
+
+def _require_forward(model: nn.Module) -> None:
+    if type(model).forward is nn.Module.forward:
+        raise ConfigError(
+            f"{type(model).__name__} has no method forward",
+            hint="define forward(inputs), which gives scores, or training_loss(batch) on the model",
+        )
 
 
 def _hint_to_rename(batch: Mapping[str, Any]) -> str | None:

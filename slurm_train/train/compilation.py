@@ -64,7 +64,7 @@ def compile_in_place(parts: Parts, objective: Objective) -> None:
         # Evaluation calls the model by itself.
         parts.model.compile()
         return
-    objective.default_loss = torch.compile(default_loss)
+    objective.scores.default_loss = torch.compile(default_loss)
     for module in parts.model.modules():
         if isinstance(module, Head):
             module.compile()

@@ -209,11 +209,11 @@ class Evaluator:
         if self.pipeline is None:
             return self.objective.evaluation_sums(batch)
         inputs, targets = batch
-        if self.objective.takes_targets:
+        if self.objective.scores.takes_targets:
             outputs = self.pipeline.forward(inputs, targets=targets)
         else:
             outputs = self.pipeline.forward(inputs)
-        return {} if outputs is None else self.objective.sums_of(outputs, targets)
+        return {} if outputs is None else self.objective.scores.sums_of(outputs, targets)
 
     def _batches(self) -> Generator[tuple[int, Any, bool], None, None]:
         """Yields for each of this rank's batches the number of its first sample, the batch, and whether it counts.

@@ -187,7 +187,7 @@ class Passes:
         tensors: Any = next(batches).tensors
         self.data_wait_s += self._clock() - start
         self._mark("step")
-        if self._objective.own_loss.context is not None:
+        if self._objective.context is not None:
             self._count_long(tensors)
         tensors = self._inputs.own_part(tensors)
         if self._copies is None:
@@ -203,7 +203,7 @@ class Passes:
         first_tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         self._num_seen += len(first_tensor)
         num_long = self._objective.num_too_long(batch)
-        context = self._objective.own_loss.context
+        context = self._objective.context
         if num_long and not self.num_cut:
             self._rank.say(
                 f"samples have more than the {context} tokens that the model has positions for: they are cut"
@@ -469,7 +469,7 @@ class PipelinePasses(ShardPasses):
         keywords = dict(self._options)
         if self._pipeline.is_last:
             keywords |= {"target": targets, "losses": losses}
-            if self._objective.takes_targets:
+            if self._objective.scores.takes_targets:
                 keywords["targets"] = targets
         with self._scales.computed(), self._inputs.in_precision():
             self._schedule.step(*arguments, **keywords)
@@ -482,7 +482,7 @@ class PipelinePasses(ShardPasses):
         self._values = values
 
     def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self._objective.loss_of(outputs, targets)[0]
+        loss: Tensor = self._objective.scores.loss_of(outputs, targets)[0]
         # A schedule that cuts the backward pass in two detaches the loss in place, which a view does not allow.
         return loss.clone() if self._factor is None else loss * self._factor
 

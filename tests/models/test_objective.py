@@ -148,6 +148,22 @@ def test_the_losses_of_a_detector_are_added_and_count_for_each_image(given: Any)
     assert objective.gives_held_out_loss(BOXES)
 
 
+class Either(Detector):
+    """Gives losses of lists, and its input as scores."""
+
+    def forward(self, images: Any, targets: Any = None) -> Any:
+        return images if isinstance(images, Tensor) else self.given
+
+
+def test_a_collate_function_may_give_lists_and_tensors_in_turn() -> None:
+    objective = Objective(Either({"loss_box": ONE, "loss_class": TWO}))
+    scores, labels = torch.randn(4, 5), torch.randint(0, 5, (4,))
+    of_scores = functional.cross_entropy(scores, labels, reduction="sum")
+    for batch, expected in [(BOXES, [6, 2]), ((scores, labels), [of_scores.item(), 4]), (BOXES, [6, 2])]:
+        objective.check_batch(batch)
+        assert [value.item() for value in objective(batch)] == expected
+
+
 @pytest.mark.parametrize("given", [[{"boxes": ONE}], {}, {"loss_box": ONE, "boxes": torch.zeros(2)}], ids=str)
 def test_predictions_of_a_detector_are_no_loss(given: Any) -> None:
     objective = Objective(Detector(given))

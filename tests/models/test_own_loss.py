@@ -443,4 +443,4 @@ def test_texts_end_where_the_models_table_of_positions_does() -> None:
     assert mean_of(objective, [batch]) == pytest.approx(model(**short).loss.item(), rel=1e-6)
     assert objective.evaluation_sums(batch)["count"] == 3 * context
     # Rotary positions have no table.
-    assert Objective(build(kind="causal")).own_loss.context is None
+    assert Objective(build(kind="causal")).context is None
