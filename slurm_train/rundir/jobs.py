@@ -40,7 +40,7 @@ from slurm_train.rundir.files import (
     write_durable,
     write_record,
 )
-from slurm_train.rundir.ledger import Action, Attempt, read_ledger
+from slurm_train.rundir.ledger import Action, Attempt, Reason, read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.job_request import JobRequest, record_of
 
@@ -213,21 +213,33 @@ def named(jobs: Mapping[str, str]) -> str:
     return ", ".join(f"job {job_id} of cluster {cluster}" for job_id, cluster in jobs.items())
 
 
-def ask_to_stop(run: RunDirectory, job_ids: Iterable[str], *, newest_job: int | None, durable: bool = True) -> None:
-    """Writes STOP for jobs that are about to be cancelled.
+def ask_to_stop(
+    run: RunDirectory, job_ids: Iterable[str], *, newest_job: int | None, cancels: bool = True, durable: bool = True
+) -> None:
+    """Writes STOP for jobs that are about to be cancelled, or that go on for other runs.
 
     Args:
         run: the run.
         job_ids: these jobs.
         newest_job: a number that every job has at most which Slurm knows by now; None: that of the newest of these.
+        cancels: whether the jobs are cancelled next; a run that ends before Slurm shows it was cancelled all the same.
         durable: fsync it.
     """
-    write_atomic(run.stop_file, _stop_text(job_ids, newest_job), durable=durable)
+    write_atomic(run.stop_file, _stop_text(job_ids, newest_job, cancels=cancels), durable=durable)
 
 
-def _stop_text(job_ids: Iterable[str], newest_job: int | None) -> str:
+def _stop_text(job_ids: Iterable[str], newest_job: int | None, *, cancels: bool) -> str:
     ids = sorted(job_ids)
-    return json.dumps({"jobs": ids, "newest_job": max([newest_job or 0, *map(number_of, ids)])}) + "\n"
+    newest = max([newest_job or 0, *map(number_of, ids)])
+    return json.dumps({"jobs": ids, "newest_job": newest, "cancels": cancels}) + "\n"
+
+
+def stop_asked(run: RunDirectory) -> Reason | None:
+    """Returns what the STOP file asks for: CANCELLED by `cancel`, STOPPED by hand or in a pack; None without a file."""
+    if not is_there(run.stop_file):
+        return None
+    request = read_json(run.stop_file) or {}
+    return Reason.CANCELLED if request.get("cancels") else Reason.STOPPED
 
 
 def number_of(job_id: str) -> int:
@@ -279,7 +291,7 @@ def complete_stop(run: RunDirectory, job_id: str, *, newest_job: Callable[[], in
     with contextlib.suppress(OSError):
         if not run.stop_file.exists() or read_json(run.stop_file) is not None:
             return
-        text = _stop_text([job_id], newest_job())
+        text = _stop_text([job_id], newest_job(), cancels=False)
         descriptor = os.open(run.stop_file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             os.ftruncate(descriptor, 0)

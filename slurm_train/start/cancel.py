@@ -78,7 +78,7 @@ def _leave_packs(run: RunDirectory, jobs: Sequence[str], commands: SlurmCommands
         return []
     for job_id in shared:
         _require_owners_job(run, job_id, commands)
-    ask_to_stop(run, shared, newest_job=newest_job(commands))
+    ask_to_stop(run, shared, newest_job=newest_job(commands), cancels=False)
     for job_id in shared:
         for step, name in commands.steps(job_id).items():
             if name.endswith(f".{run.run_id}"):

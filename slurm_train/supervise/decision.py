@@ -120,9 +120,9 @@ def _reason(traces: Traces, cause: Cause | None, settings: RequeueSection) -> Re
     code = exit_code_of(traces, cause)
     kind = "" if cause is None else cause.kind
     by_slurm = None if job is None else slurm_reason(job, traces.start.restart_count)
-    if traces.stop_asked:
-        # `cancel` leaves a STOP file as well.
-        return Reason.CANCELLED if by_slurm is Reason.CANCELLED else Reason.STOPPED
+    if traces.stop_asked is not None:
+        # `cancel` writes the file before it calls scancel, so Slurm may not show it yet.
+        return by_slurm if by_slurm is Reason.CANCELLED else traces.stop_asked
     if by_slurm is Reason.REQUEUED and kind == NODE_FAILURE:
         return Reason.NODE_FAILURE
     if by_slurm is not None:

@@ -32,7 +32,8 @@ from slurm_train.rundir.events import (
 )
 from slurm_train.rundir.files import is_there, read_tail
 from slurm_train.rundir.heartbeat import has_joined
-from slurm_train.rundir.ledger import Attempt, End, Start, read_ledger
+from slurm_train.rundir.jobs import stop_asked
+from slurm_train.rundir.ledger import Attempt, End, Reason, Start, read_ledger
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_account, step_of_attempt
@@ -100,8 +101,8 @@ class Traces:
     """Why such a program has not come to its end; "" of other ends."""
     is_finished: bool = False
     """Whether `result.json` exists."""
-    stop_asked: bool = False
-    """Whether a person asked by the STOP file."""
+    stop_asked: Reason | None = None
+    """What a person asked for by the STOP file: CANCELLED by `cancel`, STOPPED by hand; None without a file."""
     limits: Limits = field(default_factory=dict)
     """Those of each rank, as they are those of the supervisor."""
 
@@ -192,7 +193,7 @@ class Traces:
             read_log=lambda number: best_effort("a log", lambda: _log_of(run, (attempt, first), number), ""),
             is_own_code=is_own_code,
             is_finished=best_effort("the result", lambda: is_there(run.result), False),
-            stop_asked=best_effort("the STOP file", lambda: is_there(run.stop_file), False),
+            stop_asked=best_effort("the STOP file", lambda: stop_asked(run), None),
             limits=read_limits(),
             job=record,
             step=best_effort("the output of srun", lambda: step.ended(attempt), StepEnd()),

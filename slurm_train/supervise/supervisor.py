@@ -333,9 +333,8 @@ class Supervisor:
         can_avoid = bool(to_avoid) and (bool(others) or step.can_avoid(to_avoid))
         avoid = to_avoid if can_avoid else ()
         decision = decide(traces, cause, settings=self._settings, avoid=avoid, others=others)
-        # `cancel` leaves a STOP file as well, and a job that was being preempted does not show that it was cancelled.
-        may_be_cancelled = decision.action is Action.REQUEUE or decision.reason is Reason.STOPPED
-        if may_be_cancelled and is_cancelled(self._job, traces.job):
+        # A job that was being preempted does not show that `scancel` cancelled it.
+        if decision.action is Action.REQUEUE and is_cancelled(self._job, traces.job):
             return CANCELLED
         if decision.action is Action.RELAUNCH:
             cleared = BestEffort()("the step", lambda: step.clear(traces.number), False, asks_slurm=True)

@@ -37,7 +37,7 @@ def test_every_active_job_is_cancelled_the_newest_first(
     done = shell.types("cancel 3f9a1c07")
     assert done.code == 0 and "`resume 3f9a1c07` continues it" in done.err
     assert shell.slurm.said("cancelled").split() == cancelled
-    stop = {"jobs": sorted(cancelled), "newest_job": int(cancelled[0])}
+    stop = {"jobs": sorted(cancelled), "newest_job": int(cancelled[0]), "cancels": True}
     assert read_json(run.stop_file) == stop, "a job that is on its way must not take over"
 
 

@@ -108,7 +108,7 @@ def test_a_stop_holds_back_what_was_submitted_before_it(
     job_id: str | None, continues: str | None, begins: bool, run: RunDirectory
 ) -> None:
     ask_to_stop(run, ["70", "75"], newest_job=77)
-    assert json.loads(run.stop_file.read_text()) == {"jobs": ["70", "75"], "newest_job": 77}
+    assert json.loads(run.stop_file.read_text()) == {"jobs": ["70", "75"], "newest_job": 77, "cancels": True}
     refusal = obey_stop(run, job_id, continues=continues, newest_job=lambda: 99)
     assert (refusal == "") is begins
     assert run.stop_file.exists() is not begins, "a new request forgets the old stop"
@@ -122,7 +122,7 @@ def test_without_an_answer_of_slurm_the_cancelled_jobs_are_the_newest(run: RunDi
 def test_a_stop_by_touch_holds_back_what_slurm_knows_when_it_is_obeyed(run: RunDirectory) -> None:
     run.stop_file.touch()
     assert "STOP is there" in obey_stop(run, "70", continues=None, newest_job=lambda: 72)
-    assert json.loads(run.stop_file.read_text()) == {"jobs": ["70"], "newest_job": 72}
+    assert json.loads(run.stop_file.read_text()) == {"jobs": ["70"], "newest_job": 72, "cancels": False}
     assert obey_stop(run, "72", continues=None, newest_job=lambda: 99)
     assert obey_stop(run, "73", continues=None, newest_job=lambda: 99) == ""
     assert not run.stop_file.exists()
