@@ -163,6 +163,44 @@ def unlisted_replacements(tree: Tree) -> list[str]:
     return found
 
 
+def adapters_beyond_the_session(tree: Tree) -> list[str]:
+    """Imports of adapters from the package beside the public session, the errors, and adapters."""
+    found = []
+    for module, parsed in of_rooms(tree, ("adapters",)):
+        for node in ast.walk(parsed):
+            name = getattr(node, "module", None) if isinstance(node, ast.ImportFrom) else None
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [name or ""]
+            for imported in names:
+                room = imported.removeprefix(f"{PACKAGE}.")
+                is_public = room in ("session", "errors") or room.startswith("adapters")
+                if imported.partition(".")[0] == PACKAGE and not is_public:
+                    found.append(f"{module}:{node.lineno} imports {imported}")
+    return found
+
+
+def unlisted_private_names(tree: Tree) -> list[str]:
+    """Private names of a library that an adapter uses and `adapters.library_names` does not list."""
+    listed: set[str] = set()
+    for _, parsed in of_rooms(tree, ("adapters",)):
+        for node in ast.walk(parsed):
+            is_list = isinstance(node, ast.Call) and ast.unparse(node.func) == "Library"
+            if is_list:
+                listed |= {inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)}
+    found = []
+    for module, parsed in of_rooms(tree, ("adapters",)):
+        for node in ast.walk(parsed):
+            name = ""
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+                name = node.attr
+            elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith(PACKAGE):
+                name = next((alias.name for alias in node.names if alias.name.startswith("_")), "")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+                name = str(node.args[1].value) if isinstance(node.args[1], ast.Constant) else ""
+            if re.match("_[a-z]", name, re.IGNORECASE) and name not in listed:
+                found.append(f"{module}:{node.lineno} uses {name}")
+    return found
+
+
 def _changes_another(node: ast.AST, foreign: set[str]) -> bool:
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
         return ast.unparse(node.args[0]) != "self"
@@ -196,6 +234,8 @@ ROWS: dict[str, Callable[[Tree], list[str]]] = {
     "a class name is unique": repeated_classes,
     "a verb says what is done": vague_verbs,
     "what is replaced in objects of others is listed": unlisted_replacements,
+    "an adapter uses the public session": adapters_beyond_the_session,
+    "private names of libraries are listed": unlisted_private_names,
 }
 
 
@@ -235,6 +275,19 @@ BREACHES = [
         "session/a.py",
         "import torch.distributed as dist\ndist.barrier = f\n",
         "session.a",
+    ),
+    (
+        "an adapter uses the public session",
+        "adapters/a.py",
+        "from slurm_train.rundir.files import f\n",
+        "adapters.a:1 imports slurm_train.rundir.files",
+    ),
+    ("private names of libraries are listed", "adapters/a.py", "trainer.loop._data\n", "adapters.a:1 uses _data"),
+    (
+        "private names of libraries are listed",
+        "adapters/a.py",
+        "LIB = Library(names={'loop': ('_data',)})\nloop._data\ngetattr(loop, '_batch')\n",
+        "adapters.a:3 uses _batch",
     ),
     ("what is replaced in objects of others is listed", "train/a.py", "kind.__next__ = f\n", "train.a"),
     ("a source describes itself", "train/a.py", "hasattr(source, 'encoding')\n", "train.a:1"),

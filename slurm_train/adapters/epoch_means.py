@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from slurm_train.adapters.library_names import LIGHTNING, TORCHMETRICS
+
 _SUMS = ("value", "cumulated_batch_size")
 
 
@@ -29,6 +31,10 @@ class EpochMeans:
         Collective at the end of an epoch, where a `log` with `sync_dist` is.
         """
         sums = dict(self._sums)
+        for result in list(_results(trainer).values())[:1]:
+            LIGHTNING.check(result=result)
+        for metric in list(_metrics(module).values())[:1]:
+            TORCHMETRICS.check(metric=metric)
         for key, result in _results(trainer).items():
             if result.is_tensor and result.meta.on_epoch:
                 sums[key] = {name: getattr(result, name).cpu() for name in _SUMS if name in result._defaults}

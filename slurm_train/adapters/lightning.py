@@ -22,6 +22,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -30,14 +31,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from slurm_train.adapters.epoch_means import EpochMeans
-from slurm_train.adapters.library_names import require_names
+from slurm_train.adapters.library_names import LIGHTNING
 from slurm_train.adapters.plain_values import allow_data_in
-from slurm_train.checkpoint.switches import Switches
-from slurm_train.distributed.seeds import mix, rng_state, set_rng_state
 from slurm_train.errors import ConfigError
-from slurm_train.formatting import shorten
-from slurm_train.rundir.paths import RunDirectory, list_checkpoints
-from slurm_train.session import Checkpoint, join
+from slurm_train.session import Checkpoint, Switches, join, mix
 
 _FILE = "lightning.ckpt"
 _ENDED_KEY = "slurm_train_should_stop"
@@ -45,27 +42,6 @@ _ENDED_KEY = "slurm_train_should_stop"
 _SWITCHES_KEY = "slurm_train_switches"
 """Key in a checkpoint of Lightning: parameters and modules that the training has frozen or unfrozen, or whose mode it
 has changed."""
-_SUPPORTED = ">=2.5.3,<2.7"
-"""Versions of Lightning with which the callback was tried."""
-_NAMES_OF_FIT_LOOP = [
-    "restarted_mid_epoch",
-    "resumed_on_epoch_end",
-    "restarting",
-    "setup_data",
-    "epoch_progress",
-    "epoch_loop",
-    "_can_stop_early",
-    "_combined_loader",
-    "_data_fetcher",
-    "_last_train_dl_reload_epoch",
-]
-_NAMES_OF_EPOCH_LOOP = [
-    "batch_progress",
-    "update_lr_schedulers",
-    "_num_ready_batches_reached",
-    "_results",
-    "_should_check_val_fx",
-]
 _VALIDATION_NAME = re.compile("val(?:id(?:ation)?)?[_/](.+)")
 
 
@@ -153,7 +129,9 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             default.setup(trainer, module, stage)
             others.append(default)
         trainer.callbacks = [*others, self]
-        _require_names(trainer)
+        fit_loop = trainer.fit_loop
+        LIGHTNING.check(trainer=trainer, fit_loop=fit_loop, call=call)
+        LIGHTNING.check(epoch_loop=fit_loop.epoch_loop, logger_connector=trainer._logger_connector)
         if self.best_model_path:
             allow_data_in(Path(self.best_model_path))
 
@@ -178,6 +156,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             ConfigError: the checkpoint is from within an epoch, and this start has other ranks or batch sizes.
         """
         self._step = self._saved_step = trainer.global_step
+        fetcher = trainer.fit_loop._data_fetcher
+        LIGHTNING.check(**{"wrapping_fetcher" if hasattr(fetcher, "iterator_wrapper") else "fetcher": fetcher})
         self.session.take_signals()
         self._switches = Switches(module, has_modes=True)
         self._switches.set(self._saved_switches)
@@ -203,12 +183,11 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._epoch_start_is_due = trainer.fit_loop.restarted_mid_epoch
         folder = self._checkpoint.path
         rank = self.session.rank
-        streams = _load(folder / f"rng_{rank}.pt")
         means = _load(folder / f"means_{rank}.pt")
         refused = allow_data_in(folder / f"loaders_{rank}.pt")
         if refused:
             raise ConfigError(
-                f"the states of the loaders in {folder.name} name {shorten(refused)}, which is not loaded: it could "
+                f"the states of the loaders in {folder.name} name {', '.join(refused)}, which is not loaded: it could "
                 "run code",
                 hint="let the states of loaders and data sets be tensors, numbers and texts, or objects of your own",
             )
@@ -216,8 +195,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         is_at_end_of_epoch = trainer.fit_loop.resumed_on_epoch_end
         # A new iterator draws a number. At the end of an epoch the saved streams come before that number, within an
         # epoch after it.
-        if streams is not None and is_at_end_of_epoch:
-            set_rng_state(streams)
+        if is_at_end_of_epoch:
+            self.session.restore_random()
         num_done = 0 if is_at_end_of_epoch else _num_batches_done(trainer)
         if num_done > 0:
             self._require_same_batches(trainer, loaders)
@@ -228,8 +207,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             states = []
             fetched = []
         _seek_in_epoch(trainer, states, fetched, num_done=0 if states else num_done)
-        if streams is not None and not is_at_end_of_epoch:
-            set_rng_state(streams)
+        if not is_at_end_of_epoch:
+            self.session.restore_random()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Seeds the order of the epoch with its number, so that a resume has the same order."""
@@ -413,7 +392,9 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         num_drawing = 0
         for loader in CombinedLoader(trainer.train_dataloader).flattened:
             for sampler in _samplers(loader):
-                # Lightning's `DistributedSamplerWrapper` keeps the sampler that it divides among ranks in its data set.
+                # It keeps the sampler that it divides among ranks in its data set.
+                if isinstance(sampler, DistributedSamplerWrapper):
+                    LIGHTNING.check(divided_data=sampler.dataset)
                 inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
                 seed = mix(self._order_seed, num_drawing)
                 if isinstance(inner, _SamplerSeededByEpoch):
@@ -466,8 +447,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             refused = [] if self._has_noted_refused else allow_data_in(folder / name)
             if refused:
                 print(
-                    f"slurm_train: {name} of the checkpoint names {shorten(refused)}, which a resume does not load: it "
-                    "could run code; leave it out of save_hyperparameters and of states, or call "
+                    f"slurm_train: {name} of the checkpoint names {', '.join(refused)}, which a resume does not load: "
+                    "it could run code; leave it out of save_hyperparameters and of states, or call "
                     "fit(..., weights_only=False)",
                     file=sys.stderr,
                     flush=True,
@@ -482,7 +463,6 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
                 # Waits for the thread that writes; the next save starts another one.
                 trainer.strategy.checkpoint_io.teardown()
-            torch.save(rng_state(), folder / f"rng_{self.session.rank}.pt")
             means = self._means.state(trainer, trainer.lightning_module)
             # At the end of an epoch Lightning steps `ReduceLROnPlateau` after this save.
             means["lacks_plateau"] = self._saves_at_end_of_epoch
@@ -495,30 +475,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             self._note_refused(folder)
         self._saved_step = step
         self._has_noted_refused = True
-        if self.session.run_directory is not None:
-            checkpoints = RunDirectory(self.session.run_directory).checkpoints
-            # Rank 0's answer: other nodes may see the new directory later.
-            newest = str(list_checkpoints(checkpoints)[0] / _FILE) if trainer.is_global_zero else ""
-            self.best_model_path = trainer.strategy.broadcast(newest)
-
-
-def _require_names(trainer: pl.Trainer) -> None:
-    """Checks that this version of Lightning has the names that are read and set here.
-
-    Raises:
-        ConfigError: naming those that it lacks.
-    """
-    loop = trainer.fit_loop
-    require_names(
-        "lightning",
-        {
-            "fit_loop": (loop, _NAMES_OF_FIT_LOOP),
-            "epoch_loop": (loop.epoch_loop, _NAMES_OF_EPOCH_LOOP),
-            "_logger_connector": (getattr(trainer, "_logger_connector", None), ["_callback_metrics"]),
-            "call": (call, ["_call_lightning_module_hook"]),
-        },
-        supported=_SUPPORTED,
-    )
+        if self.session.saved is not None:
+            self.best_model_path = str(self.session.saved.path / _FILE)
 
 
 def _acts_at_epoch_start(callback: Any) -> bool:

@@ -8,6 +8,7 @@ Those that only hold data are allowed by name before the file is loaded.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -15,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from slurm_train.code.imports import is_installed
 
 # Their constructors keep what they are given.
 _CLASSES = {
@@ -76,7 +75,9 @@ def _data_class(full: str) -> Any:
 
 
 def _is_of_program(module: str) -> bool:
-    """Returns whether a module that is imported already is code of the program's own."""
+    """Returns whether a module that is imported already is code of the program's own, and not installed."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    is_of_toolkit = module.partition(".")[0] == "slurm_train"
-    return file is not None and not is_of_toolkit and not is_installed(file)
+    if file is None or module.partition(".")[0] == "slurm_train":
+        return False
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    return not is_installed and Path(os.__file__).parent not in Path(file).parents

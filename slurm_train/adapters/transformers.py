@@ -26,12 +26,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, IntervalStrategy, SaveStrategy, has_length
 
-from slurm_train.adapters.library_names import require_names
-from slurm_train.checkpoint.switches import Switches
-from slurm_train.distributed.seeds import rng_state, set_rng_state
+from slurm_train.adapters.library_names import TRANSFORMERS
 from slurm_train.errors import ConfigError
-from slurm_train.rundir.files import read_json
-from slurm_train.session import join
+from slurm_train.session import Switches, join, rng_state, set_rng_state
 
 _METRIC_NAMES = {"learning_rate": "lr"}
 """Names in metrics.jsonl of what the Trainer logs under another name."""
@@ -41,19 +38,6 @@ _STRATEGIES_BY_BATCH = ("group_by_length", "batch_rebalance")
 _SCHEDULES_BY_MEASURE = tuple(
     kind for kind in (torch.optim.lr_scheduler.ReduceLROnPlateau, getattr(optimization, "GreedyLR", None)) if kind
 )
-_SUPPORTED = ">=5.2,<6"
-"""Versions of transformers with which the callback was tried."""
-_NAMES_OF_ARGUMENTS = [
-    "data_seed",
-    "eval_delay",
-    "eval_on_start",
-    "hub_strategy",
-    "ignore_data_skip",
-    "restore_callback_states_from_checkpoint",
-    "save_only_model",
-    "train_batch_size",
-    "train_sampling_strategy",
-]
 _FACTS_FILE = "slurm_train.json"
 """File in a checkpoint with what the Trainer does not write, see `_begin_save`."""
 
@@ -65,7 +49,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
     """
 
     def __init__(self) -> None:
-        _require_names()
+        TRANSFORMERS.check(TrainingArguments=TrainingArguments, TrainerState=TrainerState)
         self.session = join()
         self._save = contextlib.ExitStack()
         """Holds the session's save while the Trainer writes."""
@@ -146,7 +130,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         Raises:
             ConfigError: the global batch or the length of an epoch differs.
         """
-        facts = read_json(checkpoint / _FACTS_FILE) or {}
+        facts = _read_json(checkpoint / _FACTS_FILE)
         _require_same_batch(args, state, facts)
         _require_same_epoch(state, facts.get("steps_per_epoch"), now=self._steps_per_epoch)
         self._has_reached_end |= _has_ended_early(checkpoint, facts)
@@ -343,22 +327,6 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         args.output_dir = str(folder)
 
 
-def _require_names() -> None:
-    """Checks that this version of the library has the names that are read and set here.
-
-    Raises:
-        ConfigError: naming those that it lacks.
-    """
-    require_names(
-        "transformers",
-        {
-            "TrainingArguments": (TrainingArguments, _NAMES_OF_ARGUMENTS),
-            "TrainerState": (TrainerState, ("best_global_step", "best_metric", "eval_steps", "log_history")),
-        },
-        supported=_SUPPORTED,
-    )
-
-
 def _require_resumable(args: TrainingArguments, steps_per_epoch: int | None) -> None:
     """Checks that a run can resume a training with these arguments. Collective.
 
@@ -439,11 +407,19 @@ def _lacks_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
 
 def _has_ended_early(checkpoint: Path, facts: dict[str, Any]) -> bool:
     """Returns whether a callback had ended the training before it was saved, as early stopping does."""
-    saved = read_json(checkpoint / TRAINER_STATE_NAME) or {}
+    saved = _read_json(checkpoint / TRAINER_STATE_NAME)
     control = (saved.get("stateful_callbacks") or {}).get("TrainerControl") or {}
     has_stopped = bool((control.get("args") or {}).get("should_training_stop"))
     # The flag is also set at the last step and where the ranks stopped.
     return has_stopped and facts.get("leaves") is False and saved["global_step"] < saved["max_steps"]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Returns what a file of a checkpoint says, {} where the checkpoint has no such file."""
+    if not path.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
 
 
 def _is_number(value: Any) -> bool:

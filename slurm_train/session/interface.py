@@ -234,6 +234,11 @@ class Session:
         """
         return None
 
+    @property
+    def saved(self) -> Checkpoint | None:
+        """The newest checkpoint that `save` has made in this process; None before, and outside of a run."""
+        return None
+
     def restore_random(self) -> None:
         """Puts this rank's random generators back as they were in the save that `newest` has returned. Not collective.
 

@@ -22,6 +22,7 @@ from slurm_train.rundir.attempts import note_saved
 from slurm_train.rundir.events import note_signal
 from slurm_train.session.calls import CollectiveCalls
 from slurm_train.session.checkpoints import SessionCheckpoints
+from slurm_train.session.gradients import note_of_gradients
 from slurm_train.session.interface import Checkpoint, Session, Training, whole_step
 from slurm_train.session.losses import LossWatch
 from slurm_train.session.peers import GroupChooser
@@ -66,6 +67,7 @@ class JoinedSession(Session):
         """Whether signal handlers that replaced this session's were reported."""
         self._has_ended = False
         """Whether a training of the program is over."""
+        self._saved: Checkpoint | None = None
         self._progress.start()
 
     @property
@@ -172,6 +174,7 @@ class JoinedSession(Session):
                 self._progress.make_lines_durable()
                 saved = save.end()
             num_bytes = saved.num_bytes
+            self._saved = Checkpoint(path=saved.path, step=step, world_size=self.world_size)
         except BaseException as err:
             error = f"{type(err).__name__}: {err}"
             raise
@@ -192,6 +195,11 @@ class JoinedSession(Session):
             choice = self._checkpoints.choose(self._calls.group())
             self._checkpoints.continue_from(choice)
         return self._checkpoints.loaded
+
+    @property
+    def saved(self) -> Checkpoint | None:
+        """See `Session.saved`."""
+        return self._saved
 
     def restore_random(self) -> None:
         """See `Session.restore_random`."""
@@ -312,7 +320,7 @@ class JoinedSession(Session):
         try:
             with progress.span("checkpoint_stall_s"):
                 self._calls.meet("save", step=step)
-                self._warn_of_accumulation(step)
+                self._rank.say(note_of_gradients(step, self._training))
                 on_rank_zero(self._calls.group(), lambda: self._checkpoints.require_resumable(step))
                 progress.begin_save(step)
                 yield
@@ -349,25 +357,6 @@ class JoinedSession(Session):
 
     def _note_order(self, order: dict[str, int], batches: RankBatches | None, *, done: int) -> None:
         self._rank.say(self._checkpoints.orders.add(order, batches, done=done))
-
-    def _warn_of_accumulation(self, step: int) -> None:
-        """Says that gradients are being added up, which a save does not have."""
-        # Imported by the program, or not in use. The state is that of the process.
-        module = sys.modules.get("accelerate.state")
-        if module is not None and module.GradientState._shared_state.get("sync_gradients") is False:
-            self._rank.say(
-                f"step {step} is saved while accelerate adds up gradients: those since the last step are in "
-                "no checkpoint, and a resume does not train on their samples; call `should_stop` and `save` only where "
-                "`accelerator.sync_gradients` is true"
-            )
-            return
-        name = "" if self._training is None else self._training.pending_gradient()
-        if name:
-            self._rank.say(
-                f"step {step} is saved while gradients are added up ({name}): those since the last step of the "
-                "optimizer are in no checkpoint, and a resume does not train on their samples; call `should_stop` and "
-                "`save` only after `optimizer.step()`"
-            )
 
     def _warn_of_other_handlers(self) -> None:
         """Says once that a library or the program has installed other handlers of the stop signals since `join`."""

@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from slurm_train.adapters.library_names import require_names
 from slurm_train.adapters.plain_values import allow_data_in
-from slurm_train.errors import ConfigError
 
 
 @dataclass
@@ -72,13 +70,3 @@ def test_what_acts_is_named_and_refused(function: Any, tmp_path: Path) -> None:
 def test_what_is_no_file_of_torch_names_nothing(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("x")
     assert allow_data_in(tmp_path / "text") == allow_data_in(tmp_path) == allow_data_in(tmp_path / "absent") == []
-
-
-def test_a_library_without_a_name_that_is_needed_is_refused_at_the_start() -> None:
-    require_names("torch", {"torch": (torch, ("save", "load"))}, supported=">=2.7")
-    with pytest.raises(ConfigError, match=r"torch 2\..* lacks what the callback needs.*: torch\.sove") as caught:
-        require_names("torch", {"torch": (torch, ("save", "sove"))}, supported=">=2.7,<3")
-    assert "torch>=2.7,<3" in caught.value.hint
-    with pytest.raises(ConfigError, match=r"torch 2\..* is older") as caught:
-        require_names("torch", {}, supported=">=2.9999.1,<3")
-    assert "torch>=2.9999.1,<3" in caught.value.hint
