@@ -14,7 +14,6 @@ from torch.nn.parameter import UninitializedParameter as _Uninitialized
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import TARGET, callable_target, instantiate
 from slurm_train.errors import ConfigError
-from slurm_train.models.causal_lm import causal_lm
 from slurm_train.models.first_weights import (
     NeedsMemoryError,
     build_in_host_memory,
@@ -48,7 +47,7 @@ def build_model(
     target = callable_target(settings)
     build = partial(_instantiate_model, settings, config.seed)
     reason = "its class has no init_weights(self, name, part)"
-    if target is causal_lm or defines_init_weights(target):
+    if defines_init_weights(target):
         try:
             return _lowered(build_without_memory(build, seed=config.seed), config)
         except NeedsMemoryError as err:

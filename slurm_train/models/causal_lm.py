@@ -25,6 +25,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.models.first_weights import (
     NeedsMemoryError,
     begin_with,
+    gives_init_weights,
     has_first_values,
     is_without_memory,
     stored_tensors,
@@ -159,6 +160,7 @@ class CausalLM(nn.Module):
         return next((name for name in neighbours if name.rpartition(".")[0] not in cut), "")
 
 
+@gives_init_weights
 def causal_lm(
     *,
     model_type: str | None = None,

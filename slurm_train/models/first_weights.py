@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -36,7 +36,9 @@ Index = tuple[slice, ...]
 Read = Callable[[Index], Tensor]
 """Gives a part of a tensor's first values, on the host."""
 
+B = TypeVar("B", bound=Callable[..., nn.Module])
 _METHOD = "init_weights"
+_marked = set[object]()
 _METHOD_ARGUMENTS = ["self", "name", "part"]
 _READ = "_read_first_values"
 _REPLACEMENT = "_replacement_without_memory"
@@ -53,12 +55,20 @@ class NeedsMemoryError(Exception):
     """Parameters get first values that no rank can make for its part alone, so each builds the whole model."""
 
 
+def gives_init_weights(build: B) -> B:
+    """Marks a function: what it returns is of a class with an `init_weights(self, name, part)` of its own."""
+    _marked.add(build)
+    return build
+
+
 def defines_init_weights(target: object) -> bool:
-    """Returns whether a class has an `init_weights(self, name, part)` of its own.
+    """Returns whether a class has an `init_weights(self, name, part)` of its own, or a function is marked so.
 
     An inherited one does not count: it knows nothing of the parameters that a derived class may add. Methods of the
     same name with other arguments, which many constructors call, are left alone.
     """
+    if target in _marked:
+        return True
     method = vars(target).get(_METHOD) if isinstance(target, type) else None
     return inspect.isfunction(method) and list(inspect.signature(method).parameters) == _METHOD_ARGUMENTS
 
