@@ -252,13 +252,18 @@ class PaceProbe:
 
 
 def probe_program(
-    heartbeat: Heartbeat, *, every: int | Literal["auto"] | None, device: torch.device
+    heartbeat: Heartbeat,
+    *,
+    every: int | Literal["auto"] | None,
+    data_wait_s: Callable[[], float],
+    device: torch.device,
 ) -> PaceProbe | None:
     """Returns the probe of a user's own program after its first steps; None where there are no other ranks.
 
     Args:
         heartbeat: carries the sums.
         every: see `PaceProbe`.
+        data_wait_s: see `PaceProbe`.
         device: of this rank, for a program without DDP.
     """
     if every is None or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -268,17 +273,13 @@ def probe_program(
         on_device = device.type != "cpu"
         # Whether it compiles is not known here.
         waits = WaitTimer(device, sees_functions=False)
-        return PaceProbe(None, heartbeat, every=every, data_wait_s=_not_known, on_device=on_device, waits=waits)
+        return PaceProbe(None, heartbeat, every=every, data_wait_s=data_wait_s, on_device=on_device, waits=waits)
     on_device = next(ddp.parameters()).device.type != "cpu"
     # The program may let its model go.
     model: Any = weakref.proxy(ddp)
-    probe = PaceProbe(model, heartbeat, every=every, data_wait_s=_not_known, on_device=on_device)
+    probe = PaceProbe(model, heartbeat, every=every, data_wait_s=data_wait_s, on_device=on_device)
     weakref.finalize(ddp, probe.end_for_good).atexit = False
     return probe
-
-
-def _not_known() -> float:
-    return 0.0
 
 
 def _largest_ddp() -> DistributedDataParallel | None:

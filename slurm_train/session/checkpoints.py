@@ -112,6 +112,8 @@ class SessionCheckpoints:
                 f"steps again ({', '.join(repeated)}): call `restore_random()` of the session right before the loop",
                 file=sys.stderr,
             )
+        # Also of a program that continues nothing, for its waits.
+        self.passes.watch()
         note = self.passes.check_loaders(self.resumed_step)
         if note:
             self._rank.say(note)

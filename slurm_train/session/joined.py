@@ -56,9 +56,12 @@ class JoinedSession(Session):
         self._is_under_agent = is_under_agent
         group = GroupChooser(rank)
         losses = LossWatch(rank) if rank.place.is_first else None
-        self._progress = ReportedProgress(rank, choose_device=lambda: self.device, losses=losses)
-        self._calls = CollectiveCalls(rank.place, group, self._progress)
         self._checkpoints = SessionCheckpoints(rank, losses=losses)
+        passes = self._checkpoints.passes
+        self._progress = ReportedProgress(
+            rank, choose_device=lambda: self.device, data_wait_s=lambda: passes.wait_s, losses=losses
+        )
+        self._calls = CollectiveCalls(rank.place, group, self._progress)
         self._stopping = Stopping(rank, spent=self._progress.spent, group=group)
         self._training: RunTraining | None = None
         self._stop_reason = ""

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
+import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +59,9 @@ class LoaderPasses:
         """Whether the streams were as in the checkpoint before a batch that this process has read since the resume."""
         self._has_drawn = False
         """Whether samples that this process has read since the resume have drawn random numbers."""
+        self.wait_s = 0.0
+        """Seconds that the program's main thread has waited for batches."""
+        self._is_waiting = False
 
     @property
     def has_seen(self) -> bool:
@@ -83,7 +89,7 @@ class LoaderPasses:
             is_compared = bool(self._saved_streams and self._saved) and not iterator._num_workers
             before = _streams() if is_compared else ""
             try:
-                batch = give(iterator)
+                batch = self._timed(give, iterator)
             except StopIteration:
                 ended = self._under_way.pop(iterator, None)
                 if ended is not None:
@@ -96,6 +102,18 @@ class LoaderPasses:
             return batch
 
         kind.__next__ = give_and_note
+
+    def _timed(self, give: Callable[[Any], Any], iterator: Any) -> Any:
+        """Returns the next batch; one that another thread reads ahead, or a loader within a loader, delays no step."""
+        if self._is_waiting or threading.current_thread() is not threading.main_thread():
+            return give(iterator)
+        self._is_waiting = True
+        start_s = time.perf_counter()
+        try:
+            return give(iterator)
+        finally:
+            self.wait_s += time.perf_counter() - start_s
+            self._is_waiting = False
 
     def _add(self, iterator: Any, batch: Any) -> None:
         # Imported late, since it imports torch.

@@ -128,12 +128,23 @@ class ReportedProgress(Progress):
     Args:
         rank: this rank; its heartbeat is not started yet.
         choose_device: returns this rank's device.
+        data_wait_s: gives the seconds that this rank has waited for batches so far.
         losses: watches the losses; None on other ranks than rank 0.
     """
 
-    def __init__(self, rank: RankRun, *, choose_device: Callable[[], torch.device], losses: LossWatch | None) -> None:
+    def __init__(
+        self,
+        rank: RankRun,
+        *,
+        choose_device: Callable[[], torch.device],
+        data_wait_s: Callable[[], float],
+        losses: LossWatch | None,
+    ) -> None:
         super().__init__(rank, spent=Spent(begin_unix_s=time.time()))
         self._choose_device = choose_device
+        self._data_wait_s = data_wait_s
+        self._waited_s = 0.0
+        """What it gave at the newest reported step."""
         self._losses = losses
         self._told = ProgramProgress()
         """How far the program has come, for the supervisor; rank 0 writes it."""
@@ -141,6 +152,8 @@ class ReportedProgress(Progress):
         """The newest reported step; None before the first report."""
         self._step_s: float | None = None
         """Seconds that it took."""
+        self._step_data_s = 0.0
+        """Of these, seconds of waiting for batches."""
         self._since_s = rank.clock()
         """When it was reported."""
         self._apart_s = 0.0
@@ -209,6 +222,7 @@ class ReportedProgress(Progress):
         """
         now_s = self.heartbeat.clock()
         seconds = max(now_s - self._since_s - self._apart_s, 0.0)
+        data_wait_s = self._data_wait_s() - self._waited_s
         previous = self.step
         num_steps = 0 if previous is None else step - previous
         self.heartbeat.step = step
@@ -220,11 +234,13 @@ class ReportedProgress(Progress):
             if self._step_s is None:
                 self._pace = self._probe_pace()
             self._step_s = seconds / num_steps
-            self._times.add(self._step_s, 0.0)
+            self._step_data_s = data_wait_s / num_steps
+            self._times.add(self._step_s, self._step_data_s)
             self._sample_pace(num_steps)
         if step != previous:
             self.step = step
             self._since_s = now_s
+            self._waited_s += data_wait_s
             self._apart_s = 0.0
         if not self._is_first:
             return
@@ -234,7 +250,7 @@ class ReportedProgress(Progress):
             self.spent.steps = max(step - resumed_step, 0)
             self.spent.add("compile_s", seconds)
         elif num_steps > 0:
-            self.spent.add_steps(num_steps, seconds=seconds, data_wait_s=0.0)
+            self.spent.add_steps(num_steps, seconds=seconds, data_wait_s=data_wait_s)
         if not numbers:
             return
         line = self._step_line(numbers, is_new=step != previous)
@@ -289,7 +305,10 @@ class ReportedProgress(Progress):
         from slurm_train.distributed.pace import probe_program
 
         return probe_program(
-            self.heartbeat, every=self._rank.config.health.pace_every_steps, device=self._choose_device()
+            self.heartbeat,
+            every=self._rank.config.health.pace_every_steps,
+            data_wait_s=self._data_wait_s,
+            device=self._choose_device(),
         )
 
     def _sample_pace(self, num_steps: int) -> None:
@@ -310,6 +329,7 @@ class ReportedProgress(Progress):
             line.setdefault("loss", None)
         if self._step_s is not None:
             line["step_time_s"] = self._step_s
+            line["data_time_s"] = self._step_data_s
         return line
 
 

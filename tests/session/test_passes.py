@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import mmap
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from slurm_train.metrics import read_metrics
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.joined import JoinedSession
@@ -181,3 +185,32 @@ def test_samples_that_nothing_compares_are_named(run: RunDirectory, capsys: pyte
     train(run, last=6, order="own")
     words = "reads its samples by its own code and the state of place: nothing compares them"
     assert capsys.readouterr().err.count(words) == 1
+
+
+class Slow(Dataset[torch.Tensor]):
+    """Takes a while for a sample."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.02)
+        return torch.tensor(float(index))
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_waits_for_batches_are_told_by_step_and_those_of_another_thread_are_not(run: RunDirectory) -> None:
+    _hearts.append(Heartbeat())
+    session = join_alone(run, heartbeat=_hearts[-1])
+    session.report(1)
+    for step, _ in enumerate(DataLoader(Slow(), batch_size=2), start=2):
+        session.report(step, loss=1.0)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(list, DataLoader(Slow())).result()
+    session.report(6, loss=1.0)
+    session.close()
+    lines = {line["step"]: line for line in read_metrics(run.metrics)}
+    waits = [lines[step]["data_time_s"] for step in range(2, 7)]
+    # Two samples each; a step takes longer than its wait.
+    assert all(0.04 <= lines[step]["data_time_s"] <= lines[step]["step_time_s"] for step in (2, 3, 4, 5))
+    assert lines[6]["data_time_s"] < 0.16 and lines[6]["step_time_s"] >= 0.16
+    assert json.loads(run.account(0).read_text())["data_wait_s"] == pytest.approx(sum(waits))
