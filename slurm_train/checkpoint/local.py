@@ -18,26 +18,33 @@ Which one is copied, rank 0 decides within an exchange of the save.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from string import Template
 from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
-from slurm_train.checkpoint.agreement import as_agreed, on_every_rank, on_rank, on_rank_zero, rank_in, size_of
+from slurm_train.checkpoint.agreement import Group, as_agreed, on_every_rank, on_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.commit import Place, Pruned
 from slurm_train.checkpoint.filling import Records, Saved, begin_filling
 from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file, digest_of
+from slurm_train.checkpoint.tier import Tier
 from slurm_train.checkpoint.verify import newest_committed_step, read_manifest, survey, wait_until_visible
-from slurm_train.errors import CheckpointError, UnknownCheckpointError
+from slurm_train.config.schema import CheckpointSection
+from slurm_train.distributed.group import open_side_group
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import CheckpointError, ConfigError, UnknownCheckpointError
 from slurm_train.rundir.ledger import Action, read_attempt
 from slurm_train.rundir.lineage import Stretch, is_on_line, read_line, read_origins
+from slurm_train.rundir.node_disk import open_private
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 
 _LOST_HINT = "the newest checkpoint in the run directory counts; checkpoint.local_keep keeps more on the nodes"
@@ -228,7 +235,7 @@ def _has(path: Path, record: FileRecord) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class LocalSaves:
+class LocalSaves(Tier):
     """This rank's part in the fast tier. All ranks make the same calls in the same order."""
 
     run: RunDirectory
@@ -246,39 +253,66 @@ class LocalSaves:
     saves_since_copy: int = 0
     copying: list[str] = field(default_factory=list)
     """Names of the checkpoints that are being copied, or are about to be."""
+    newest: tuple[Manifest, str] | None = None
+    """The newest checkpoint on the nodes, and its name; None before the first, and once it is in the run directory."""
+    last_copy: Future[None] | None = None
+    """The copy that was begun last; it raises nothing."""
     news: deque[str] = field(default_factory=deque)
     """Notes for the user about copies."""
 
-    def copy_if_due(self, saved: Saved, *, group: ProcessGroup | None) -> None:
+    @property
+    def places(self) -> list[Place]:
+        """See `Tier.places`: killed in between, what the nodes still have could be copied back, so they come first."""
+        return [self.place, self.target]
+
+    @property
+    def protected(self) -> Collection[str]:
+        """See `Tier.protected`: those that are being copied."""
+        return self.copying
+
+    def add(self, saved: Saved, *, group: Group | None) -> None:
         """Hands a save on to the copying thread, where it is due and rank 0 is copying nothing. Collective."""
         manifest = saved.manifest
         name = saved.path.name
         assert manifest is not None
+        self.newest = (manifest, name)
         self.saves_since_copy += 1
         if on_rank_zero(group, lambda: self.saves_since_copy >= self.copy_every and not self.copying):
             self.saves_since_copy = 0
             self.copying.append(name)
-            self.thread.submit(self._copy, manifest, name)
+            self.last_copy = self.thread.submit(self._copy, manifest, name)
+
+    def bring_home(self) -> None:
+        """See `Tier.bring_home`; a copy of the newest that has failed is tried once more."""
+        if self.last_copy is not None:
+            self.last_copy.result()
+        if self.newest is None:
+            return
+        manifest, name = self.newest
+        if not self._has_in_run(manifest):
+            self.copying.append(name)
+            # Here: at the end of the interpreter no thread begins any more.
+            self._copy(manifest, name)
+            if not self._has_in_run(manifest):
+                raise CheckpointError(
+                    f"step {manifest.step}, the last one, is on the nodes only: {'; '.join(self.take_news())}",
+                    hint="start the run again: it takes the step from the nodes, if they are there",
+                )
+        # The groups may have ended where this is called again.
+        self.newest = None
+
+    def _has_in_run(self, manifest: Manifest) -> bool:
+        """Returns whether the run directory has a checkpoint of that step or a later one. Collective."""
+        return on_rank_zero(self.group, lambda: newest_committed_step(self.target.root) >= manifest.step)
 
     def take_news(self) -> list[str]:
-        """Returns notes for the user, each once."""
+        """See `Tier.take_news`: notes about copies."""
         return [self.news.popleft() for _ in range(len(self.news))]
 
     def choose(
         self, choose_in_run: Callable[[Path | None], Choice | None], *, reason_against: Callable[[Manifest], str]
     ) -> tuple[Choice | None, list[str]]:
-        """Returns the checkpoint that all ranks load, from the nodes if they have a newer one. Collective.
-
-        Args:
-            choose_in_run: chooses among those in the run directory; is given the one that was copied there just now.
-            reason_against: says why training cannot go on from a checkpoint, "" where it can; the same on every rank.
-
-        Returns:
-            The choice, None where nothing was ever saved; and notes for the user.
-
-        Raises:
-            CheckpointError: as `choose_checkpoint`.
-        """
+        """See `Tier.choose`; from the nodes if they have a newer one."""
         group = self.peers
         on_every_rank(group, self.place.claim_all)
         # Read before anything is claimed: what owns the newest checkpoint now is what the run went on from.
@@ -341,7 +375,7 @@ class LocalSaves:
         return saved.path, [*notes, f"step {step} was on the nodes only; copied into the run directory"]
 
     def close(self) -> None:
-        """Leaves nothing on the node: the run is finished, and all that counts is in the run directory."""
+        """See `Tier.close`."""
         self.thread.shutdown()
         if self.place.is_leader:
             with contextlib.suppress(OSError):
@@ -350,7 +384,7 @@ class LocalSaves:
                 self.place.root.parent.rmdir()
 
     def _copy(self, manifest: Manifest, name: str) -> None:
-        """Copies a checkpoint; a failure costs the copy alone. Runs in the copying thread."""
+        """Copies a checkpoint; a failure costs the copy alone. By the copying thread, or once nothing is left to it."""
         try:
             reachable = newest_reachable(self.place, lambda held: held == manifest, group=self.group)
             if reachable is None:
@@ -397,3 +431,79 @@ def _line_without_record(root: Path) -> list[Stretch]:
     """
     newest = next(iter(list_checkpoints(root)), None)
     return [] if newest is None else [Stretch(name_of(newest).attempt, parent="")]
+
+
+def build_local_saves(
+    run: RunDirectory,
+    base: Path,
+    *,
+    target: Place,
+    rank_place: RankPlace,
+    settings: CheckpointSection,
+    keeps_copies: bool,
+    peers: ProcessGroup | None,
+) -> LocalSaves:
+    """Returns this rank's part in the checkpoints on the nodes' disks. Collective over all ranks.
+
+    Args:
+        run: the run.
+        base: the folder on each node.
+        target: the run directory's checkpoints.
+        rank_place: this rank and its node.
+        settings: of checkpoints.
+        keeps_copies: each node also keeps the files of the node before it.
+        peers: see `Saves`.
+
+    Raises:
+        RunError: the folder is not there, or not this user's.
+    """
+    path_hash = hashlib.sha256(str(run.path).encode()).hexdigest()[:12]
+    host = rank_place.host
+    node_rank = rank_place.node_rank
+    is_leader = rank_place.local_rank == 0
+    # The folder's name has the host, in case nodes share it after all (a network mount). It has no node rank, so a node
+    # keeps its folder when it gets another place in the job.
+    places = on_every_rank(peers, lambda: (host, node_rank))
+    nodes_of_host = sorted({number for name, number in places if name == host})
+    folders = (f"{run.name}-{run.run_id}-{path_hash}", f"{host}-{nodes_of_host.index(node_rank)}")
+
+    def open_folder() -> tuple[int, str]:
+        # One rank of a node creates the folder and tells the others its path, which may contain a random name.
+        path = str(open_private(base, *folders, key="checkpoint.local_dir")) if is_leader else ""
+        return node_rank, path
+
+    opened = on_every_rank(peers, open_folder)
+    root = next(path for number, path in opened if path and number == node_rank)
+    node = NodePlace(
+        root=Path(root),
+        node=node_rank,
+        is_leader=is_leader,
+        keep=settings.local_keep,
+        attempt=target.attempt,
+        fence=target.fence,
+        keeps_copies=keeps_copies,
+    )
+    return LocalSaves(
+        run=run,
+        place=node,
+        target=target,
+        copy_every=settings.copy_every,
+        peers=peers,
+        group=None if peers is None else open_side_group(settings.save_timeout_s),
+        thread=ThreadPoolExecutor(1, thread_name_prefix="copy"),
+    )
+
+
+def expand(path: str, env: Mapping[str, str]) -> str:
+    """Returns a path with its $VARIABLES filled in, as this node has them.
+
+    Raises:
+        ConfigError: one of them is not set here.
+    """
+    full = Template(path).safe_substitute(env)
+    if "$" in full:
+        raise ConfigError(
+            f"checkpoint.local_dir={path} names a variable that is not set on this node: {full}",
+            hint="name a folder that every node has, e.g. /tmp",
+        )
+    return full

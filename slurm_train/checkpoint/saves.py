@@ -12,13 +12,10 @@ raises it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import torch
@@ -29,18 +26,17 @@ from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.choice import Choice, choose_checkpoint
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.filling import Saved
-from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.checkpoint.save import BackgroundSaver, Outcome, save_to
 from slurm_train.checkpoint.save_pace import SavePace, build_save_pace
 from slurm_train.checkpoint.state import StagingBuffers
+from slurm_train.checkpoint.tier import Tier
 from slurm_train.config.schema import CheckpointSection
 from slurm_train.distributed.group import open_side_group
 from slurm_train.distributed.place import RankPlace
-from slurm_train.errors import CheckpointError, ConfigError, SlurmTrainError
+from slurm_train.errors import CheckpointError, SlurmTrainError
 from slurm_train.rundir.events import SaveLog
 from slurm_train.rundir.files import fsync_file
-from slurm_train.rundir.node_disk import open_private
 from slurm_train.rundir.paths import RunDirectory
 
 
@@ -81,8 +77,8 @@ class Saves:
     run: RunDirectory
     place: Place
     """The run directory's checkpoints."""
-    local: LocalSaves | None
-    """Where periodic checkpoints go to the nodes' own disks first."""
+    tier: Tier
+    """Where periodic checkpoints go first."""
     group: dist.ProcessGroup | None
     """A gloo group of all ranks, used by saves alone; None for one process."""
     peers: dist.ProcessGroup | None
@@ -115,9 +111,7 @@ class Saves:
         """
         place = self.place
         choose = partial(choose_checkpoint, place.root, group=self.peers, attempt=place.attempt, fence=place.fence)
-        if self.local is None:
-            return choose(), []
-        return self.local.choose(lambda copied: choose(copied=copied), reason_against=reason_against)
+        return self.tier.choose(lambda copied: choose(copied=copied), reason_against=reason_against)
 
     def request(self) -> None:
         """Asks for a checkpoint of this step in the run directory; on all ranks at the same step."""
@@ -139,7 +133,7 @@ class Saves:
             CheckpointError: it could not be written; the previous checkpoint is intact.
             RunError: a newer attempt has taken over.
         """
-        outcome = self._save(content, step=step, local=None, waits=True)
+        outcome = self._save(content, step=step, tier=Tier(place=self.place), waits=True)
         assert outcome is not None
         if isinstance(outcome.result, Exception):
             raise _error_of(outcome)
@@ -147,8 +141,8 @@ class Saves:
     def save_soon(self, content: Callable[[], Content], *, step: int) -> str | None:
         """Begins a periodic or requested save; returns when this moment is copied. Collective.
 
-        A requested checkpoint is to be kept, so it is written into the run directory and not to the nodes' disks. If
-        the save fails, `news` says so.
+        A requested checkpoint is to be kept, so it is written into the run directory at once. If the save fails, `news`
+        says so.
 
         Args:
             content: returns what to write; called when the save before has ended.
@@ -160,8 +154,8 @@ class Saves:
         Raises:
             SlurmTrainError: the save before it failed in a way that ends the run.
         """
-        local = None if self.is_requested else self.local
-        self._save(content, step=step, local=local, waits=False)
+        tier = Tier(place=self.place) if self.is_requested else self.tier
+        self._save(content, step=step, tier=tier, waits=False)
         self.is_requested = False
         return self.pace.saved(step, blocked_s=self.times.blocked_s, save_s=self.times.newest_s, group=self.peers)
 
@@ -194,6 +188,15 @@ class Saves:
         if self.fatal is not None:
             raise self.fatal
 
+    def bring_home(self) -> None:
+        """Returns when the newest checkpoint is in the run directory, after the last save. Collective.
+
+        Raises:
+            CheckpointError: it is not; as `finish`.
+        """
+        self.finish()
+        self.tier.bring_home()
+
     def finish_within(self, limit_s: float) -> None:
         """Waits at most so long for a save that is running; a save that is not complete then does not count.
 
@@ -210,23 +213,18 @@ class Saves:
             self._record(outcome)
         news = self._news
         self._news = []
-        return news if self.local is None else [*news, *self.local.take_news()]
+        return [*news, *self.tier.take_news()]
 
     def discard_from(self, step: int) -> None:
         """Removes all checkpoints of a step and later ones: the run goes back to before it. Collective."""
-        # The nodes' disks first: if this is killed in between, what they still have could be copied back.
-        places: list[Place] = [self.place] if self.local is None else [self.local.place, self.place]
-        for place in places:
+        for place in self.tier.places:
             on_every_rank(self.peers, partial(place.discard_from, step))
 
     def close(self) -> None:
-        """Removes what a finished run has on this node's own disk."""
-        if self.local is not None:
-            self.local.close()
+        """Removes what a finished run has outside of the run directory."""
+        self.tier.close()
 
-    def _save(
-        self, content: Callable[[], Content], *, step: int, local: LocalSaves | None, waits: bool
-    ) -> Outcome | None:
+    def _save(self, content: Callable[[], Content], *, step: int, tier: Tier, waits: bool) -> Outcome | None:
         """Saves when the save before has ended; returns the outcome, None while the save runs in the background."""
         start_s = self.clock()
         self.finish()
@@ -237,7 +235,7 @@ class Saves:
             tensors = self.buffers.stage(tensors)
             if written.changes_in_forward:
                 self.buffers.hold_changes()
-        work = self._work(written, tensors, local)
+        work = self._work(written, tensors, tier)
         outcome = None
         if not self.in_background:
             outcome = self.saver.run(work, step=step)
@@ -253,8 +251,8 @@ class Saves:
             self._record(outcome)
         return outcome
 
-    def _work(self, content: Content, tensors: dict[str, Any], local: LocalSaves | None) -> Callable[[], Saved]:
-        """Returns the writing of these tensors, into the run directory or to the nodes' disks."""
+    def _work(self, content: Content, tensors: dict[str, Any], tier: Tier) -> Callable[[], Saved]:
+        """Returns the writing of these tensors."""
 
         def work() -> Saved:
             if self.place.is_leader:
@@ -263,16 +261,15 @@ class Saves:
                     fsync_file(self.run.metrics)
             self.buffers.wait_for_copy()
             saved = save_to(
-                self.place if local is None else local.place,
+                tier.place,
                 tensors=tensors,
                 rank_state=content.rank_state,
                 header=content.header,
                 group=self.group,
-                protect=() if local is None else tuple(local.copying),
+                protect=tuple(tier.protected),
                 expected=content.expected,
             )
-            if local is not None:
-                local.copy_if_due(saved, group=self.group)
+            tier.add(saved, group=self.group)
             return saved
 
         return work
@@ -344,16 +341,18 @@ def build_saves(
         RunError: its folder is not there, or not this user's.
     """
     group = None if peers is None else open_side_group(settings.save_timeout_s)
-    local = None
+    tier = Tier(place=place)
     if settings.local_dir is not None:
-        base = Path(expand(settings.local_dir, env))
-        local = build_local_saves(
+        from slurm_train.checkpoint import local
+
+        base = Path(local.expand(settings.local_dir, env))
+        tier = local.build_local_saves(
             run, base, target=place, rank_place=rank_place, settings=settings, keeps_copies=keeps_copies, peers=peers
         )
     return Saves(
         run=run,
         place=place,
-        local=local,
+        tier=tier,
         group=group,
         peers=peers,
         pace=build_save_pace(run, settings=settings, clock=clock),
@@ -363,79 +362,3 @@ def build_saves(
         in_background=settings.background,
         clock=clock,
     )
-
-
-def build_local_saves(
-    run: RunDirectory,
-    base: Path,
-    *,
-    target: Place,
-    rank_place: RankPlace,
-    settings: CheckpointSection,
-    keeps_copies: bool,
-    peers: dist.ProcessGroup | None,
-) -> LocalSaves:
-    """Returns this rank's part in the checkpoints on the nodes' disks. Collective over all ranks.
-
-    Args:
-        run: the run.
-        base: the folder on each node.
-        target: the run directory's checkpoints.
-        rank_place: this rank and its node.
-        settings: of checkpoints.
-        keeps_copies: each node also keeps the files of the node before it.
-        peers: see `Saves`.
-
-    Raises:
-        RunError: the folder is not there, or not this user's.
-    """
-    path_hash = hashlib.sha256(str(run.path).encode()).hexdigest()[:12]
-    host = rank_place.host
-    node_rank = rank_place.node_rank
-    is_leader = rank_place.local_rank == 0
-    # The folder's name has the host, in case nodes share it after all (a network mount). It has no node rank, so a node
-    # keeps its folder when it gets another place in the job.
-    places = on_every_rank(peers, lambda: (host, node_rank))
-    nodes_of_host = sorted({number for name, number in places if name == host})
-    folders = (f"{run.name}-{run.run_id}-{path_hash}", f"{host}-{nodes_of_host.index(node_rank)}")
-
-    def open_folder() -> tuple[int, str]:
-        # One rank of a node creates the folder and tells the others its path, which may contain a random name.
-        path = str(open_private(base, *folders, key="checkpoint.local_dir")) if is_leader else ""
-        return node_rank, path
-
-    opened = on_every_rank(peers, open_folder)
-    root = next(path for number, path in opened if path and number == node_rank)
-    node = NodePlace(
-        root=Path(root),
-        node=node_rank,
-        is_leader=is_leader,
-        keep=settings.local_keep,
-        attempt=target.attempt,
-        fence=target.fence,
-        keeps_copies=keeps_copies,
-    )
-    return LocalSaves(
-        run=run,
-        place=node,
-        target=target,
-        copy_every=settings.copy_every,
-        peers=peers,
-        group=None if peers is None else open_side_group(settings.save_timeout_s),
-        thread=ThreadPoolExecutor(1, thread_name_prefix="copy"),
-    )
-
-
-def expand(path: str, env: Mapping[str, str]) -> str:
-    """Returns a path with its $VARIABLES filled in, as this node has them.
-
-    Raises:
-        ConfigError: one of them is not set here.
-    """
-    full = Template(path).safe_substitute(env)
-    if "$" in full:
-        raise ConfigError(
-            f"checkpoint.local_dir={path} names a variable that is not set on this node: {full}",
-            hint="name a folder that every node has, e.g. /tmp",
-        )
-    return full

@@ -445,8 +445,8 @@ def worst_loss(
     """
     settings = plan.config.checkpoint
     measured = read_measured(plan.run)
-    # What is on a node's own disk is lost with the node. Programs save in the run directory.
-    reach = settings.copy_every if settings.local_dir and plan.config.trains else 1
+    # What is on a node's own disk is lost with the node.
+    reach = settings.copy_every if settings.local_dir else 1
     every = settings.every_steps
     limit_s = None if limit_min is None else 60.0 * limit_min
     return WorstLoss(

@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.checkpoint.manifest import DIRECTORY
-from slurm_train.config.schema import CheckpointSection
 from slurm_train.errors import EXIT_REQUEUE, ConfigError
 from slurm_train.rundir.attempts import note_saved
 from slurm_train.rundir.events import note_signal
@@ -52,7 +50,6 @@ class JoinedSession(Session):
     def __init__(self, rank: RankRun, *, is_under_agent: bool = False) -> None:
         super().__init__(rank.place, rank.env)
         self._rank = rank
-        self._settings = self._program_settings(rank.config.checkpoint)
         self._is_under_agent = is_under_agent
         group = GroupChooser(rank)
         losses = LossWatch(rank) if rank.place.is_first else None
@@ -160,6 +157,12 @@ class JoinedSession(Session):
                 hint="call save of the training; write what belongs to no checkpoint into run.run_directory",
             )
         step = whole_step(step)
+        local_dir = self._rank.config.checkpoint.local_dir
+        if self._saved is None and local_dir is not None:
+            self._rank.say(
+                f"files of `save` go into the run directory at once: checkpoint.local_dir={local_dir} is for those of "
+                "a `training`"
+            )
         checkpoints = self._checkpoints
         clock = self._rank.clock
         start_s = clock()
@@ -229,7 +232,7 @@ class JoinedSession(Session):
         try:
             if self._training is not None:
                 self._warn_of_steps_without_a_save()
-                self._training.finish()
+                self._training.end(is_done=not self._has_failed and not self._stop_reason)
         finally:
             if self._place.is_first and self._rank.stop.requested and not self._stop_reason:
                 note_signal(self._rank.run, self._rank.attempt, self._rank.stop.ask()[0])
@@ -241,13 +244,17 @@ class JoinedSession(Session):
         """Says that the last weights are in no checkpoint; not of a program that has failed, which goes on from it."""
         step = self._progress.step or 0
         saved = self._checkpoints.newest_step
-        # Set as by the interpreter, also where `worker.script_main` runs the program.
-        has_failed = getattr(sys, "last_value", None) is not None
-        if step > saved and not has_failed:
+        if step > saved and not self._has_failed:
             self._rank.say(
                 f"the program has ended at step {step}, and its newest checkpoint is of step {saved}: "
                 "training.save(step) after the loop keeps the last weights"
             )
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether an exception has ended the program."""
+        # Set as by the interpreter, also where `worker.script_main` runs the program.
+        return getattr(sys, "last_value", None) is not None
 
     def _build_training(
         self,
@@ -287,11 +294,12 @@ class JoinedSession(Session):
             self._rank.run,
             place=self._checkpoints.place,
             rank_place=self._place,
-            settings=self._settings,
+            settings=self._rank.config.checkpoint,
             env=self._env,
             device=state.device,
             clock=self._rank.clock,
             peers=group,
+            keeps_copies=self._rank.config.slurm.outlives_nodes,
         )
         return RunTraining(
             state,
@@ -301,17 +309,6 @@ class JoinedSession(Session):
             loading=self._around_load,
             say=self._rank.say,
         )
-
-    def _program_settings(self, settings: CheckpointSection) -> CheckpointSection:
-        """Returns how a program is saved: on the shared file system only."""
-        if settings.local_dir is None:
-            return settings
-        # The last save of a program would be on the nodes alone.
-        self._rank.say(
-            "checkpoints of a program go into the run directory at once; "
-            f"checkpoint.local_dir={settings.local_dir} is for the built-in trainer"
-        )
-        return replace(settings, local_dir=None)
 
     @contextlib.contextmanager
     def _around_save(self, step: int) -> Iterator[None]:

@@ -91,13 +91,34 @@ class RunTraining(Training):
 
     def finish(self) -> None:
         """See `Training.finish`."""
-        self._wait()
+        self._bring_home()
         if self._saves.times.newest_error is not None:
             raise self._saves.times.newest_error
+
+    def end(self, *, is_done: bool) -> None:
+        """Waits for the last save at the end of the program.
+
+        Args:
+            is_done: the training is over, on all ranks: nothing of it is left elsewhere.
+
+        Raises:
+            CheckpointError: as `finish`.
+        """
+        if not is_done:
+            self._wait()
+            return
+        self.finish()
+        self._saves.close()
 
     def _wait(self) -> None:
         try:
             self._saves.finish()
+        finally:
+            self._say(*self._saves.news())
+
+    def _bring_home(self) -> None:
+        try:
+            self._saves.bring_home()
         finally:
             self._say(*self._saves.news())
 
@@ -108,7 +129,11 @@ class RunTraining(Training):
         destroy = dist.destroy_process_group
 
         def wait_and_destroy(group: dist.ProcessGroup | None = None) -> None:
-            self._wait()
+            # The other ranks are not here where this one has failed, or ends a group of some.
+            if group is None and sys.exc_info()[0] is None:
+                self._bring_home()
+            else:
+                self._wait()
             destroy(group)
 
         dist.destroy_process_group = wait_and_destroy

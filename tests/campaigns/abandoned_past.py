@@ -298,7 +298,7 @@ class _Attempt:
         filling = begin_filling(place, header, group=None, protect=tuple(self.local.copying))
         saved = filling.end(lambda: write(filling.staging))
         if place is self.node:
-            self.local.copy_if_due(saved, group=_world())
+            self.local.add(saved, group=_world())
             self.thread.submit(lambda: None).result()
         return saved
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from slurm_train.checkpoint.choice import choose_checkpoint
 from slurm_train.checkpoint.commit import Place
-from slurm_train.checkpoint.local import LocalSaves, NodePlace
-from slurm_train.checkpoint.saves import expand
+from slurm_train.checkpoint.local import LocalSaves, NodePlace, expand
 from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.rundir.attempts import open_attempt

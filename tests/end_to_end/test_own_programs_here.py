@@ -68,7 +68,7 @@ def test_a_stopped_program_has_the_losses_of_an_undisturbed_one(program: Program
 
 
 SLOW = """
-import time, torch
+import sys, time, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from slurm_train import session
@@ -77,9 +77,17 @@ run = session.join()
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(8, 8))
 step = 0
+
+class Data(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            time.sleep(0.1 * run.rank * ("reading" in sys.argv))
+            yield torch.ones(8)
+
+batches = iter(torch.utils.data.DataLoader(Data(), batch_size=1))
 while not run.should_stop():
-    loss = model(torch.ones(4, 8)).sum()
-    time.sleep(0.03 + 0.1 * run.rank)
+    loss = model(next(batches)).sum()
+    time.sleep(0.03 + 0.1 * run.rank * ("computing" in sys.argv))
     loss.backward()
     step += 1
     run.report(step, loss=loss.item(), max_steps=100000)
@@ -89,10 +97,17 @@ run.leave()
 """
 
 
-def test_a_slow_rank_of_a_program_is_named_and_its_pace_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("computing", "computing takes longer"),
+        pytest.param("reading", "data come late", marks=pytest.mark.full),
+    ],
+)
+def test_a_slow_rank_of_a_program_is_named_and_its_pace_is_told(tmp_path: Path, kind: str, cause: str) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     person = WarmPerson(tmp_path)
-    process = person.begins("script=[slow.py]", "run.processes=2", "run.name=slow", log=tmp_path / "typed.log")
+    process = person.begins(f"script=[slow.py,{kind}]", "run.processes=2", "run.name=slow", log=tmp_path / "typed.log")
     folder = tmp_path / "runs" / "slow"
     try:
         wait_for(lambda: list(folder.glob("*/stragglers.jsonl")), within_s=200, what="the first window")
@@ -105,7 +120,7 @@ def test_a_slow_rank_of_a_program_is_named_and_its_pace_is_told(tmp_path: Path) 
         _, out = process.communicate(timeout=200)
     assert process.returncode == 75, out
     (slow, *_) = read_events(run, "slow")
-    assert (slow["kind"], slow["ranks"]) == ("straggler", [1]) and "computing takes longer" in slow["sentence"]
+    assert (slow["kind"], slow["ranks"]) == ("straggler", [1]) and cause in slow["sentence"]
     assert "rank 1" in out
     (told,) = json.loads(status)
     assert told["step_time_s"] > 0.13 and told["time_left_s"] > 1000, told
@@ -232,3 +247,61 @@ def test_a_rank_that_crashes_shows_where(tmp_path: Path, words: str) -> None:
     assert "rank 1 on " in line["note"] and "mine.py:8 in train" in line["note"], line
     logs = person.types("logs", "crash")
     assert "Fatal Python error: Segmentation fault" in logs.out and "string_at" in logs.out, logs.err
+
+
+ON_DISKS = """
+import os, signal, sys, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from slurm_train import session
+
+run = session.join()
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+training = run.training(model, optimizer)
+for step in range(training.resume() + 1, 31):
+    loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + run.rank))).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    run.report(step, loss=loss.item())
+    if training.is_due(step):
+        training.save(step)
+    if step == 17 and run.attempt == 0 and "--killed" in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
+if "--groups-end" in sys.argv:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param("", id="the program ends"),
+        pytest.param(",--groups-end", id="its groups end first", marks=pytest.mark.full),
+    ],
+)
+def test_a_program_goes_on_from_the_nodes_disks_and_leaves_nothing_there(tmp_path: Path, ends: str) -> None:
+    (tmp_path / "mine.py").write_text(ON_DISKS)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    person = WarmPerson(tmp_path)
+    words = ["run.processes=2", "checkpoint.every_steps=5", "checkpoint.background=false"]
+    whole = person.types(f"script=[mine.py{ends}]", *words, "run.name=whole")
+    assert whole.code == 0, whole.out + whole.err
+
+    words += [f"checkpoint.local_dir={disk}", "checkpoint.copy_every=1000"]
+    killed = [f"script=[mine.py,--killed{ends}]", *words, "run.name=killed"]
+    assert person.types(*killed).code == 137
+    done = person.types(*killed)
+    assert done.code == 0, done.out + done.err
+    run = run_of(person, "killed")
+    first, second = ledger_lines(run)
+    assert ("last_committed" in first, second["first_step"]) == (False, 15), (first, second)
+    assert "step 15 was on the nodes only; copied into the run directory" in done.out + done.err
+    # No save was due to be copied, and the last one is there all the same.
+    assert [verify(path).step for path in list_checkpoints(run.checkpoints)] == [30, 15]
+    assert not list(disk.glob("*/*")), list(disk.rglob("*"))
+    assert losses(run) == losses(run_of(person, "whole")) and max(losses(run)) == 30

@@ -98,12 +98,6 @@ def test_what_is_lost_with_a_node(checkpoint: dict[str, Any], text: str, tmp_pat
     assert loss(tmp_path, **checkpoint).startswith(text)
 
 
-def test_a_program_saves_in_the_run_directory(tmp_path: Path) -> None:
-    sections = {"cluster": {"nodes": 2}, "checkpoint": {"every_steps": 100, "local_dir": "/tmp", "copy_every": 5}}
-    plan = make_plan(tmp_path, task={"_target_": "json.dumps"}, **sections)
-    assert worst_loss(plan, preemption=NOBODY, step_s=None, limit_min=60).in_words.startswith("100 steps with")
-
-
 def test_what_is_lost_by_preemption_depends_on_the_grace_and_the_longest_save(tmp_path: Path) -> None:
     assert "; nothing by preemption if a save takes less than 20 s; " in loss(tmp_path, preemption=SHORT)
     for unknown in (None, replace(SHORT, grace_s=None)):

@@ -689,13 +689,18 @@ def test_a_save_between_the_batches_of_a_step_of_accelerate_is_named(
     assert line.startswith("slurm_train: step 2 is saved while accelerate adds up gradients")
 
 
-def test_a_program_is_told_that_it_saves_in_the_run_directory(
+def test_a_program_is_told_that_files_of_its_own_go_into_the_run_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = RunConfig(checkpoint=CheckpointSection(local_dir="/tmp"))
     _hearts.append(Heartbeat())
-    join_alone(new_run(tmp_path), heartbeat=_hearts[-1], config=config)
-    assert "checkpoint.local_dir=/tmp is for the built-in trainer" in capsys.readouterr().err
+    session = join_alone(new_run(tmp_path), heartbeat=_hearts[-1], config=config)
+    for step in (1, 2):
+        with session.save(step) as folder:
+            (folder / "model.pt").touch()
+    assert capsys.readouterr().err.count("checkpoint.local_dir=/tmp is for those of a `training`") == 1
+    assert session.saved is not None and session.saved.step == 2
+    assert session.saved.path == list_checkpoints(tmp_path / "run" / "checkpoints")[0]
 
 
 @pytest.mark.parametrize(

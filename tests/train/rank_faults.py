@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from slurm_train.checkpoint import save, saves
+from slurm_train.checkpoint import local, save
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.local import LocalSaves
 from slurm_train.checkpoint.manifest import Manifest
@@ -68,13 +68,13 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
 
 
 def _give_own_disk(rank: int) -> None:
-    build_local_saves = saves.build_local_saves
+    build_local_saves = local.build_local_saves
 
     def build_for_node(run: RunDirectory, base: Path, *, rank_place: RankPlace, **settings: Any) -> LocalSaves:
         node_of_its_own = replace(rank_place, node_rank=rank, local_rank=0)
         return build_local_saves(run, base, rank_place=node_of_its_own, **settings)
 
-    saves.build_local_saves = build_for_node
+    local.build_local_saves = build_for_node
 
 
 def _cut_power_after(step: int, run: RunDirectory) -> None:

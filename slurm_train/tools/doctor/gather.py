@@ -331,7 +331,7 @@ def _is_empty(path: Path) -> bool:
 def read_disks(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> list[DiskFacts]:
     """Returns the places that ranks of this node write to, each after a small file was written and removed."""
     places = {"run directory": str(run.checkpoints)}
-    if config.checkpoint.local_dir is not None and config.trains:
+    if config.checkpoint.local_dir is not None:
         places["checkpoint.local_dir"] = string.Template(config.checkpoint.local_dir).safe_substitute(env)
     places |= {"temporary files": tempfile.gettempdir(), "shared memory": "/dev/shm"}
     return [_read_disk(role, path) for role, path in places.items()]
