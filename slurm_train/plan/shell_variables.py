@@ -156,7 +156,10 @@ def unexpanded_notes(config: RunConfig, *, cwd: Path) -> list[str]:
     notes = []
     for key, text in _words_of_program(config):
         match = _UNEXPANDED.search(text)
-        if match is None or any(_EXPANDS.search(source.text) for source in read_program(config, cwd)):
+        # The rank puts the run directory into the words of a script.
+        if match is None or (key == "script" and match["name"] == "SLURM_TRAIN_RUN_DIR"):
+            continue
+        if any(_EXPANDS.search(source.text) for source in read_program(config, cwd)):
             continue
         advice = "$HOME in double quotes is expanded by your shell"
         if match["name"]:
