@@ -46,6 +46,7 @@ NOT_IDENTITY = (
     "container",
     "preflight",
     "requeue",
+    "own_resume",
     "health",
     "checkpoint",
     "sweep",

@@ -373,6 +373,19 @@ class RequeueSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnResumeSection:
+    """The resume that a script has itself: [used as that of the run](scripts.md#the-scripts-own-resume)."""
+
+    words: list[str] = field(default_factory=list)
+    """`own_resume.words=[--resume,latest]`: words that the script gets from its second start on, where it has saved a
+    checkpoint. `{checkpoint}` is the newest one, `{folder}` the folder that it is in, `{step}` the last number in its
+    name."""
+    checkpoints: str | None = None
+    """Where the script saves, e.g. '$SLURM_TRAIN_RUN_DIR/out/ckpt_*.pt': files or folders; `*` is any part of a name,
+    `**` any folders."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSection:
     """Many runs from one command line (`--multirun`)."""
 
@@ -624,6 +637,7 @@ class RunConfig:
     """`task._target_=my_package.main`: your function on every rank instead of the trainer."""
     script: list[str] | None = None
     """`script=[train.py,--flag]`: your script on every rank instead of the trainer."""
+    own_resume: OwnResumeSection = OwnResumeSection()
 
     @property
     def trains(self) -> bool:

@@ -35,8 +35,9 @@ _LISTS_OF_SLURM = (*SLURM_LISTS, "mail-type", "licenses", "gres")
 _LIST_IN_BRACKETS = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]")
 # A text between quotes, as Hydra reads it.
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-# An item of a list that needs no reading: without quotes and brackets; a reference such as ${seed} is part of it.
-_PLAIN_ITEM = r"(?:[^\[\]{}'\"$,]|\$\{[^\[\]{},'\"]+\}|\$(?!\{))*"
+# An item of a list that needs no reading: without quotes and brackets; a reference such as ${seed} is part of it, and
+# so is a name in braces such as {step}.
+_PLAIN_ITEM = r"(?:[^\[\]{}'\"$,]|\{\w+\}|\$\{[^\[\]{},'\"]+\}|\$(?!\{))*"
 _ITEM = re.compile(rf"\s*({_QUOTED})\s*(?=,|$)|({_PLAIN_ITEM})")
 # A list of such items, some of them in quotes.
 _LIST_OF_TEXTS = rf"\[(?!\])(?:\s*(?:{_QUOTED})\s*|{_PLAIN_ITEM})(?:,(?:\s*(?:{_QUOTED})\s*|{_PLAIN_ITEM}))*\]"

@@ -37,7 +37,7 @@ from slurm_train.errors import BatchError, Check, ConfigError, RunError, require
 from slurm_train.formatting import count
 from slurm_train.plan.cpu_part import LEFT_TO_SLURM, CpuPart, NodeCpus
 from slurm_train.plan.placement import World, check_pipeline, fitting_world, plan_layout, plan_world
-from slurm_train.plan.script_words import check_script
+from slurm_train.plan.script_words import PLACEHOLDER, check_script
 from slurm_train.plan.shell_choices import take_shell_choices
 from slurm_train.plan.shell_variables import refuse_unexpanded
 from slurm_train.rundir.files import plain_path
@@ -376,6 +376,30 @@ def _check_meeting(config: RunConfig) -> None:
         )
 
 
+def _own_resume_checks(config: RunConfig) -> Iterator[Check]:
+    """Yields checks of the words by which a script resumes by itself."""
+    words = config.own_resume.words
+    checkpoints = config.own_resume.checkpoints
+    yield (
+        (bool(words) or checkpoints is not None) and config.script is None,
+        "own_resume is for a script, and this run has none",
+        "drop it; the trainer, and a script with `session.training`, resume by themselves",
+    )
+    yield (
+        bool(words) != bool(checkpoints),
+        f"own_resume.words={words} and own_resume.checkpoints={checkpoints!r}: one is of no use without the other",
+        "say by own_resume.checkpoints where the script saves: from the second start on it gets own_resume.words where "
+        "a file is there, e.g. own_resume.words=[--resume,latest] 'own_resume.checkpoints=$SLURM_TRAIN_RUN_DIR/*.pt'",
+    )
+    in_braces = [name for word in words for name in re.findall(r"\{\w*\}", word)]
+    strange = [name for name in in_braces if PLACEHOLDER.fullmatch(name) is None]
+    yield (
+        bool(strange),
+        f"own_resume.words has {''.join(strange[:1])}",
+        "write {checkpoint}, {folder} or {step}",
+    )
+
+
 def _conflicts(config: RunConfig) -> Iterator[Check]:
     """Yields checks for settings that cannot be combined, e.g. several kinds of programs in one run.
 
@@ -391,6 +415,7 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
     yield script == [], "script=[] names no file", "write script=[train.py,--flag]"
     has_nul = any("\0" in word for word in script or ())
     yield has_nul, f"script={script!r} has a NUL, which no command line can hold", "remove it"
+    yield from _own_resume_checks(config)
     cluster = config.slurm
     yield (
         cluster.gpu_flag != "none" and cluster.env.get("CUDA_VISIBLE_DEVICES") is not None,

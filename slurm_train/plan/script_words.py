@@ -101,6 +101,8 @@ _PREPARES = (
 _OPENS = re.compile(r"(if|for|while|until|case|select|function)\b|.*\(\)\s*\{?$|\{$")
 _CLOSES = re.compile(r"(fi|done|esac)\b|\}")
 _SHELL_FILE_BYTES = 1 << 18
+PLACEHOLDER = re.compile(r"\{(checkpoint|folder|step)\}")
+"""In `own_resume.words`: of the newest checkpoint of the script."""
 
 
 class Launcher(NamedTuple):

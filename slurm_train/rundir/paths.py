@@ -250,6 +250,14 @@ class RunDirectory(Placed):
         """How far a user's own program has come in one attempt, as it has told its session."""
         return self.attempt_logs(attempt) / "program.json"
 
+    def own_resume(self, attempt: int) -> Path:
+        """From which checkpoint a script was to resume by its own words in one attempt."""
+        return self.attempt_logs(attempt) / "own_resume.json"
+
+    def own_resume_taken(self, attempt: int) -> Path:
+        """Is there once the script has opened a checkpoint of its own in that attempt."""
+        return self.attempt_logs(attempt) / "own_resume_taken"
+
     def notice(self, attempt: int) -> Path:
         """When Slurm will end one attempt."""
         return self.attempt_logs(attempt) / "notice.json"

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.files import change_times, size_of
+from slurm_train.rundir.files import change_times, read_head, read_tail, size_of
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.ledger import read_attempt
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
+from slurm_train.status.printed import began_anew
 
 _LAST_WORDS_S = 1.0
+LOG_BYTES = 16384
+"""Of a log's begin or end, for the program's progress: some 150 lines, which are read in a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,29 @@ def _wrote_after(run: RunDirectory, attempt: int) -> bool:
     log = run.logs / "batch.log"
     # The supervisor of the attempt has a few last words. The newer job may have ended before its id was recorded.
     return change_times([log]).get(log, 0.0) > last.end.time_unix_s + _LAST_WORDS_S
+
+
+def new_begin(run: RunDirectory, attempt: int, before: int) -> str:
+    """Returns where a program has begun anew by its log, "" where it goes on, or where the logs do not say it.
+
+    E.g. "1/300, and attempt 0 had come to 120/300".
+
+    Args:
+        run: the run.
+        attempt: number of the attempt.
+        before: that of the one before.
+    """
+    log = run.rank_log(before, 0)
+    found = began_anew(
+        read_head(run.rank_log(attempt, 0), LOG_BYTES),
+        begin_before=read_head(log, LOG_BYTES),
+        end_before=read_tail(log, LOG_BYTES),
+        num_bytes_before=size_of(log),
+    )
+    if found is None:
+        return ""
+    begin, furthest = found
+    return f"{begin.words}, and attempt {before} had come to {furthest.words}"
 
 
 def is_closed(run: RunDirectory, attempt: int) -> bool:

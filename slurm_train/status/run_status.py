@@ -20,7 +20,7 @@ from typing import Any
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.formatting import as_float, plain
 from slurm_train.rundir.events import read_events
-from slurm_train.rundir.files import change_times, for_each, last_lines, read_head, read_json, read_tail, size_of
+from slurm_train.rundir.files import change_times, for_each, last_lines, read_json, read_tail, size_of
 from slurm_train.rundir.heartbeat import Beat, read_oldest
 from slurm_train.rundir.jobs import (
     Holder,
@@ -54,7 +54,8 @@ from slurm_train.status.activity import (
     unread_submission,
 )
 from slurm_train.status.following import summaries_of
-from slurm_train.status.printed import Printed, began_anew, newest_line, newest_printed
+from slurm_train.status.logs import LOG_BYTES, new_begin
+from slurm_train.status.printed import Printed, newest_line, newest_printed
 
 SILENT_AFTER_S = 60.0
 """A heartbeat is written twice a second; a network file system may keep it back for half a minute."""
@@ -284,20 +285,12 @@ def _read_log(run: RunDirectory, ledger: Sequence[Attempt]) -> Log:
     attempts = [attempt.number for attempt in ledger]
     path = run.rank_log(attempts[-1], 0)
     # The first line may be a part of one.
-    tail = read_tail(path, _LOG_BYTES).split("\n", 1)[-1] if size_of(path) > _LOG_BYTES else read_tail(path, _LOG_BYTES)
+    tail = read_tail(path, LOG_BYTES).split("\n", 1)[-1] if size_of(path) > LOG_BYTES else read_tail(path, LOG_BYTES)
     printed = newest_printed(tail)
     anew = ""
     if printed is not None and len(attempts) > 1 and ledger[-1].end is None:
-        before = run.rank_log(attempts[-2], 0)
-        found = began_anew(
-            read_head(path, _LOG_BYTES),
-            begin_before=read_head(before, _LOG_BYTES),
-            end_before=read_tail(before, _LOG_BYTES),
-            num_bytes_before=size_of(before),
-        )
-        if found is not None:
-            begin, furthest = found
-            anew = f"by its log it began anew ({begin.words}), and attempt {attempts[-2]} had come to {furthest.words}"
+        begin = new_begin(run, attempts[-1], attempts[-2])
+        anew = f"by its log it began anew: {begin}" if begin else ""
     return Log(
         printed=printed,
         line=newest_line(tail)[:_MOST_SHOWN],
@@ -632,8 +625,6 @@ _WITHOUT_ATTEMPT = (Phase.FAILED, Phase.TIMEOUT, Phase.OUT_OF_MEMORY, Phase.NODE
 _CLOCKS_DIFFER_S = 5.0
 _LAST_WORDS_BYTES = 1 << 14
 _MOST_SHOWN = 300
-_LOG_BYTES = 16384
-"""Of a log, for the program's progress: some 150 lines, which are read in a few milliseconds."""
 _OF_EARLIER_JOBS = ("slurm_train: ", "slurmstepd", "srun: ")
 _HINT = "; hint: "
 _NO_PYTHON = re.compile(r"line \d+: (?:exec: )?[^:]*\bpython[\d.]*: (?:cannot execute: )?(?:No such|Permission)")

@@ -35,6 +35,7 @@ from slurm_train.rundir.heartbeat import has_joined
 from slurm_train.rundir.jobs import stop_asked
 from slurm_train.rundir.ledger import Attempt, End, Reason, Start, read_ledger
 from slurm_train.rundir.lineage import first_step_of
+from slurm_train.rundir.own_resume import BEGAN_ANEW
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_account, step_of_attempt
 from slurm_train.slurm.job_variables import is_job_variable
@@ -202,6 +203,8 @@ class Traces:
             growth=step.growth,
             may_relaunch=step.can_relaunch,
         )
+        if BEGAN_ANEW in newest_by_kind:
+            return replace(traces, ended_early=str(newest_by_kind[BEGAN_ANEW].get("sentence")))
         end_of_own, ended_early = traces._judge_own_end(run, best_effort)
         return replace(traces, end_of_own=end_of_own, ended_early=ended_early)
 

@@ -32,6 +32,7 @@ from slurm_train.status.failure import error_at_end
 from slurm_train.supervise.best_effort import say
 from slurm_train.supervise.hang import Flights, Hang, Observer, read_flights
 from slurm_train.supervise.look import Look, Ranks
+from slurm_train.supervise.own_resume import OwnResumeCheck
 from slurm_train.supervise.silence import apart_sentence, explain, idle_sentence, is_evident
 from slurm_train.supervise.stragglers import WindowCutter, WindowJudge
 from slurm_train.supervise.watch import Judge, Verdict, Watch
@@ -65,6 +66,8 @@ def watch_ranks(
         is_halted: see `HangWatchdog`.
     """
     watch = Watch(run, attempt, world_size=world_size, has_watchers=not config.trains)
+    if config.own_resume.words:
+        watch.add(OwnResumeCheck(run, end_ranks=end_ranks))
     limits = limits_of(config)
     if limits is not None:
         for kind in (HangWatchdog,) if config.trains else (HangWatchdog, SilenceWatchdog):
@@ -255,22 +258,7 @@ class SilenceWatchdog(HangWatchdog):
         self._reports = len(ranks.beats) >= len(ranks.signs) and all(
             mark.phase not in NOT_WATCHED for mark in ranks.beats.values()
         )
-        beats = {}
-        for rank, rank_signs in ranks.signs.items():
-            mark = ranks.beats.get(rank)
-            beats[rank] = Beat(
-                rank=rank,
-                host=rank_signs.host,
-                pid=rank_signs.pid,
-                step_id=rank_signs.step_id,
-                step=0 if mark is None else mark.step,
-                # The end of a rank counts as progress, too.
-                marks=rank_signs.signs + int(rank_signs.has_ended) + (0 if mark is None else mark.marks),
-                phase="end" if rank_signs.has_ended else "script",
-                settled=True,
-                beats=rank_signs.looks,
-            )
-        return beats
+        return ranks.watched_beats()
 
     def is_hung(self) -> bool:
         """Returns whether all ranks are silent for too long, and one of them waits for a rank that cannot arrive."""

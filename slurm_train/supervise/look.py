@@ -56,6 +56,25 @@ class Ranks:
     """What the watchers beside the ranks of a user's own program have seen; none of a training."""
     group: Group | None = None
 
+    def watched_beats(self) -> dict[int, Beat]:
+        """Returns what the watchers beside the ranks have seen as heartbeats of these."""
+        beats = {}
+        for rank, rank_signs in self.signs.items():
+            mark = self.beats.get(rank)
+            beats[rank] = Beat(
+                rank=rank,
+                host=rank_signs.host,
+                pid=rank_signs.pid,
+                step_id=rank_signs.step_id,
+                step=0 if mark is None else mark.step,
+                # The end of a rank counts as progress, too.
+                marks=rank_signs.signs + int(rank_signs.has_ended) + (0 if mark is None else mark.marks),
+                phase="end" if rank_signs.has_ended else "script",
+                settled=True,
+                beats=rank_signs.looks,
+            )
+        return beats
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:

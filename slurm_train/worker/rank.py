@@ -292,7 +292,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
     if config.script is not None:
         from slurm_train.worker.script import run_script
 
-        run_script(config.script, place=place, env=env, code_dir=code_dir, run=run, stop=stop)
+        run_script(config, place=place, env=env, code_dir=code_dir, run=run, attempt=attempt, stop=stop)
     if config.task is not None:
         from slurm_train.worker.watched import answer_watcher
 

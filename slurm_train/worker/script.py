@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from slurm_train.config.schema import RunConfig
 from slurm_train.data.workers import cpus_of_rank
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
@@ -24,6 +25,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.client import RANK_STEP, RUN_DIR
 from slurm_train.session.signals import StopFlag, leave_to_program
 from slurm_train.slurm.job_variables import step_id
+from slurm_train.worker.own_resume import own_resume_words
 
 _NUM_THREADS = "OMP_NUM_THREADS"
 _RUN_DIR_IN_WORD = re.compile(rf"\${RUN_DIR}\b")
@@ -31,28 +33,34 @@ _RUNNER = Path(__file__).with_name("script_main.py")
 
 
 def run_script(
-    words: Sequence[str],
+    config: RunConfig,
     *,
     place: RankPlace,
     env: Mapping[str, str],
     code_dir: Path,
     run: RunDirectory,
+    attempt: int,
     stop: StopFlag,
 ) -> NoReturn:
     """Replaces this process by the script; if a signal has asked for a stop before, the process ends by it instead.
 
     Args:
-        words: the script and its arguments, e.g. ["train.py", "--epochs", "3"]; or a program on the PATH.
+        config: of the run; its `script` is e.g. ["train.py", "--epochs", "3"], or a program on the PATH.
         place: this rank.
         env: environment; it has MASTER_ADDR and MASTER_PORT already.
         code_dir: directory of the code; a relative script is searched here first, then in the working directory.
         run: the run, whose copy of the code the script imports from.
+        attempt: number of the attempt.
         stop: set by the handlers of this process.
 
     Raises:
         ConfigError: there is no such script, it cannot be started, or MASTER_ADDR or MASTER_PORT is not set.
+        RunError: its own resume cannot be used, see `own_resume_words`.
     """
+    words = config.script or []
     command = script_command(words, code_dir=code_dir, run=run)
+    pattern = in_run(config.own_resume.checkpoints or "", run)
+    command += own_resume_words(config.own_resume.words, pattern, place=place, run=run, attempt=attempt)
     edited = edited_arguments(words, code_dir=code_dir, folder=Path.cwd())
     if edited and place.is_first:
         print(
@@ -103,7 +111,7 @@ def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -
         raise ConfigError("script=[] names no script", hint="script=[train.py,--flag]")
     name = words[0]
     runner = [sys.executable, "-u", str(_RUNNER), str(run.path)]
-    arguments = [_RUN_DIR_IN_WORD.sub(lambda _: str(run.path), word) for word in words[1:]]
+    arguments = [in_run(word, run) for word in words[1:]]
     if name == "-m":
         return [*runner, name, *arguments]
     if name.endswith(".py"):
@@ -123,6 +131,11 @@ def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -
     if program is None:
         raise ConfigError(f"script={name}: no such program on PATH", hint="a Python script's name ends in .py")
     return [program, *arguments]
+
+
+def in_run(word: str, run: RunDirectory) -> str:
+    """Returns a word with the directory of the run in the place of `$SLURM_TRAIN_RUN_DIR`."""
+    return _RUN_DIR_IN_WORD.sub(lambda _: str(run.path), word)
 
 
 def edited_arguments(words: Sequence[str], *, code_dir: Path, folder: Path) -> list[str]:

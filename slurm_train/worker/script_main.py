@@ -27,11 +27,13 @@ def main() -> None:
     from slurm_train.session.loader_workers import tell_of_loader_workers
     from slurm_train.session.signals import received_signals
     from slurm_train.worker.apart import ApartWatch
+    from slurm_train.worker.own_resume import note_opened_checkpoints
     from slurm_train.worker.watched import answer_watcher
 
     answer_watcher(os.environ)
     tell_of_loader_workers()
     apart = ApartWatch(os.environ, run_directory)
+    note_opened_checkpoints(run_directory, os.environ)
     signals = received_signals()
     is_module = sys.argv[0] == "-m"
     if is_module:

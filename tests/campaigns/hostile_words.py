@@ -347,10 +347,10 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.signals import StopFlag
 from slurm_train.worker.script import run_script
-words = load_config(Path(sys.argv[1])).script
+config = load_config(Path(sys.argv[1]))
 env = {**os.environ, "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 run = RunDirectory(Path.cwd())
-run_script(words, place=RankPlace.from_env({}), env=env, code_dir=Path.cwd(), run=run, stop=StopFlag())
+run_script(config, place=RankPlace.from_env({}), env=env, code_dir=Path.cwd(), run=run, attempt=0, stop=StopFlag())
 """
     frozen = bench.project.parent / "frozen.yaml"
     frozen.write_text(dump_config(plan.config), encoding="utf-8")

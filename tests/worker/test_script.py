@@ -112,6 +112,7 @@ def test_a_file_of_an_argument_that_was_edited_is_named(tmp_path: Path) -> None:
 WORKER = """
 import os, signal, sys
 from pathlib import Path
+from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.signals import StopFlag, install
@@ -125,9 +126,9 @@ for number in sys.argv[2:]:
 assert "torch" not in sys.modules
 print(os.getpid())
 env = {"MASTER_ADDR": "x", "MASTER_PORT": "1"}
-run_script(
-    ["show.py", "a b"], place=RankPlace.from_env({}), env=env, code_dir=folder, run=RunDirectory(folder), stop=stop
-)
+config = RunConfig(script=["show.py", "a b"])
+run = RunDirectory(folder)
+run_script(config, place=RankPlace.from_env({}), env=env, code_dir=folder, run=run, attempt=0, stop=stop)
 """
 
 
