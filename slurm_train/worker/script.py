@@ -25,6 +25,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.client import RANK_STEP, RUN_DIR
 from slurm_train.session.signals import StopFlag, leave_to_program
 from slurm_train.slurm.job_variables import step_id
+from slurm_train.worker.hydra_folder import hydra_folder_word
 from slurm_train.worker.own_resume import own_resume_words
 
 _NUM_THREADS = "OMP_NUM_THREADS"
@@ -61,6 +62,11 @@ def run_script(
     command = script_command(words, code_dir=code_dir, run=run)
     pattern = in_run(config.own_resume.checkpoints or "", run)
     command += own_resume_words(config.own_resume.words, pattern, place=place, run=run, attempt=attempt)
+    folder_word = _hydra_word(words, code_dir=code_dir, run=run)
+    if folder_word:
+        command.append(folder_word)
+        if place.is_first:
+            print(f"slurm_train: the script is a Hydra application, and gets {folder_word}", file=sys.stderr)
     edited = edited_arguments(words, code_dir=code_dir, folder=Path.cwd())
     if edited and place.is_first:
         print(
@@ -136,6 +142,18 @@ def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -
 def in_run(word: str, run: RunDirectory) -> str:
     """Returns a word with the directory of the run in the place of `$SLURM_TRAIN_RUN_DIR`."""
     return _RUN_DIR_IN_WORD.sub(lambda _: str(run.path), word)
+
+
+def _hydra_word(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -> str:
+    """Returns the word that gives a Hydra application a folder of the run, "" for other programs."""
+    is_module = words[0] == "-m"
+    name = words[1].replace(".", "/") if is_module else words[0]
+    files = [f"{name}.py", f"{name}/__main__.py"] if is_module else [name]
+    candidates = [base / file for base in (code_dir, Path.cwd()) for file in files if file.endswith(".py")]
+    script = next((file for file in candidates if file.is_file()), None)
+    if script is None:
+        return ""
+    return hydra_folder_word(script, words[2 if is_module else 1 :], run.path / "out")
 
 
 def edited_arguments(words: Sequence[str], *, code_dir: Path, folder: Path) -> list[str]:
