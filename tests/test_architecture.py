@@ -33,6 +33,7 @@ LAYERS = [
     {"plan", "session"},
     {"request"},
     {"start", "supervise", "train", "adapters"},
+    {"evaluation"},
     {"verbs"},
     {"tools"},
     {"worker"},

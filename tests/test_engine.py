@@ -14,7 +14,7 @@ import pytest
 
 from tests.test_architecture import PACKAGE, REPOSITORY, Tree, room_of
 
-ROOMS = ("train", "session")
+ROOMS = ("train", "evaluation", "session")
 # Outside of a run there is no RankRun.
 SPEAKERS = {"session.interface"}
 ENGINE = (*ROOMS, "data", "models", "distributed", "checkpoint", "adapters")

@@ -234,8 +234,8 @@ def _generate_here(
     os.environ.update(kernel_variables(os.environ, instead=run.kernels(node_name(os.environ))))
     import torch
 
+    from slurm_train.evaluation.evaluate_checkpoint import load_model
     from slurm_train.models.build import build_filled_model
-    from slurm_train.train.evaluate_checkpoint import load_model
     from slurm_train.train.texts import continue_text, encoding_of, require_generates
 
     config = load_config(run.config)
@@ -252,8 +252,8 @@ def _generate_here(
 def _require_generates(run: RunDirectory, checkpoint: Path, *, tokenizer: str | None) -> None:
     """Refuses before the queue a model that writes no text, a missing tokenizer, and weights of another model."""
     import_from_snapshot(str(run.path), python_path=os.environ.get("PYTHONPATH", ""))
+    from slurm_train.evaluation.evaluate_checkpoint import require_same_weights
     from slurm_train.models.build import build_names_and_shapes
-    from slurm_train.train.evaluate_checkpoint import require_same_weights
     from slurm_train.train.texts import encoding_of, require_generates
 
     config = load_config(run.config)

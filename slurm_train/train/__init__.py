@@ -1,1 +1,1 @@
-"""One rank's training: `trainer.train` assembles what the `build_*` functions make; `loop` runs it."""
+"""One rank's training: `build.train` makes a rank's trainer; `trainer.Trainer` runs it."""

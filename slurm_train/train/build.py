@@ -258,7 +258,7 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
         before_change=checkpointer.saves.buffers.hold_changes,
         loss_scale=position.loss_scale,
     )
-    evaluator = build_evaluator(parts, objective, callbacks)
+    evaluator = build_evaluator(parts, stepper.passes, callbacks)
     health = Health(
         rank,
         batches=batches,

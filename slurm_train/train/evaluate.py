@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,16 +26,15 @@ from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.config.schema import measured_average
 from slurm_train.data.batches import evaluation_batches
 from slurm_train.data.generators import positions_of, seed_each
-from slurm_train.data.source import SampleSource, describe, is_nested, lengths_of, map_tensors
-from slurm_train.distributed.pipeline import Pipeline
+from slurm_train.data.source import SampleSource, describe, lengths_of
 from slurm_train.distributed.seeds import mix, seed_streams, stream_positions
 from slurm_train.errors import ConfigError
-from slurm_train.models.objective import Objective, labels_in
+from slurm_train.models.objective import labels_in
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.callbacks import Callback, Monitor
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.continuity import EvaluationBasis
-from slurm_train.train.inputs import ModelInputs
+from slurm_train.train.held import HeldModel
 from slurm_train.train.preserve import modes_kept, preserved
 from slurm_train.train.stops import by_exchange
 
@@ -51,12 +50,9 @@ class Evaluator:
     """Measures a model on the held-out samples."""
 
     rank: Rank
-    objective: Objective
+    held: HeldModel
+    """The model in the run's layout."""
     source: SampleSource
-    inputs: ModelInputs
-    """How batches get to the model."""
-    pipeline: Pipeline | None = None
-    """This rank's stages; None where every rank computes all layers."""
     _draws: bool | None = field(default=None, init=False)
     """Whether evaluations draw random numbers; None before the first one."""
     _own: list[Any] = field(default_factory=list, init=False)
@@ -74,15 +70,16 @@ class Evaluator:
             None if some rank was asked to stop during the evaluation.
         """
         with ExitStack() as stack:
-            self._own = stack.enter_context(preserved(self.objective.model))
-            stack.enter_context(modes_kept(self.objective))
+            objective = self.held.objective
+            self._own = stack.enter_context(preserved(objective.model))
+            stack.enter_context(modes_kept(objective))
             for context in within:
                 stack.enter_context(context)
-            SharedBuffers(self.objective.model).take_first_ranks()
-            self.objective.eval()
+            SharedBuffers(objective.model).take_first_ranks()
+            objective.eval()
             sums = self._sums()
         self.rank.heartbeat.mark("gather")
-        counts = sums is None or self.rank.layout.owns_items(self.rank.place.rank)
+        counts = sums is None or self.held.counts_items
         of_ranks = gather(sums if counts else {})
         if None in of_ranks:
             return None
@@ -91,20 +88,18 @@ class Evaluator:
     @torch.no_grad()
     def _sums(self) -> dict[str, float] | None:
         """Returns the sums of this rank's samples, {} without any, None when a stop interrupts the evaluation."""
-        is_whole = self.rank.layout.is_replicated
         stop = self.rank.stop
         totals: dict[str, Tensor] = {}
         start_s = self.rank.clock()
         for num_done, (first, batch, counts) in enumerate(self._all_batches()):
             self.rank.heartbeat.mark("evaluate")
             self.rank.display.show_evaluation(num_done, self._num_batches(), elapsed_s=self.rank.clock() - start_s)
-            is_stopping = bool(stop.requested) if is_whole else by_exchange(stop)
+            is_stopping = bool(stop.requested) if self.held.is_replica else by_exchange(stop)
             if is_stopping:
                 return None
-            own_part = self._on_device(batch)
+            own_part = self.held.on_device(batch)
             self._seed(first)
-            with self.inputs.in_precision():
-                sums = self._sums_of(own_part)
+            sums = self.held.evaluate(own_part)
             if not counts:
                 continue
             for name, value in sums.items():
@@ -131,14 +126,13 @@ class Evaluator:
         """Returns whether the collate function draws random numbers, or the model does for a batch, by trying it."""
         numbers = np.arange(min(2, len(self.source)), dtype=np.int64)
         collates_at_random = describe(self.source).collates_at_random
-        self._check_scores(batch)
-        batch = self._on_device(batch)
+        self.rank.say(self.held.check_held_out(batch, labels_in(batch)))
+        batch = self.held.on_device(batch)
         self._seed(0)
         before = (stream_positions(), positions_of(self._own))
         # A model may count its batches.
-        with preserved(self.objective.model):
-            with self.inputs.in_precision():
-                self._sums_of(batch)
+        with preserved(self.held.objective.model):
+            self.held.evaluate(batch)
             is_moved = (stream_positions(), positions_of(self._own)) != before
         return is_moved or (collates_at_random is not None and collates_at_random(numbers))
 
@@ -161,12 +155,9 @@ class Evaluator:
             ConfigError: the model's `evaluation_sums` returns sums that cannot be used.
         """
         samples = self.source.batch(np.arange(min(2, len(self.source)), dtype=np.int64))
-        batch = self._on_device(samples)
-        with preserved(self.objective.model), modes_kept(self.objective), torch.no_grad():
-            self.objective.eval()
-            self._check_scores(samples)
-            with self.inputs.in_precision():
-                sums = _as_numbers(self._sums_of(batch))
+        with self._tried():
+            self.rank.say(self.held.check_held_out(samples, labels_in(samples)))
+            sums = _as_numbers(self.held.evaluate(self.held.on_device(samples)))
         of_ranks = gather(sums)
         for of_rank in of_ranks:
             if of_rank:
@@ -179,41 +170,19 @@ class Evaluator:
 
         A sample of lists of tensors is tried; others always have a loss. The model is left as it was.
         """
-        if self.pipeline is not None or not self.objective.may_lack_held_out_loss:
+        if not self.held.may_lack_loss:
             return True
         sample = self.source.batch(np.zeros(1, dtype=np.int64))
-        if not is_nested(sample):
-            return True
-        batch = self._on_device(sample)
-        with preserved(self.objective.model), modes_kept(self.objective), torch.no_grad():
-            self.objective.eval()
-            with self.inputs.in_precision():
-                return self.objective.gives_held_out_loss(batch)
+        with self._tried():
+            return self.held.gives_loss_of(sample)
 
-    def _check_scores(self, batch: Any) -> None:
-        """Checks held-out labels and scores, as the first step checks its own; prints a line if they are odd."""
-        is_cut = self.pipeline is not None or self.inputs.sequence_part is not None
-        if is_cut or is_nested(batch) or hasattr(self.objective.model, "evaluation_sums"):
-            return
-        samples = self._on_device(map_tensors(lambda tensor: tensor[:2], batch))
-        with self.inputs.in_precision():
-            self.rank.say(self.objective.check_scores(samples, labels_in(batch)))
-
-    def _on_device(self, batch: Any) -> Any:
-        """Returns this rank's part of a batch on the device; the shards get float inputs as they are."""
-        self.inputs.keep_floats(self.objective.model, batch)
-        return self.inputs.on_device(batch)
-
-    def _sums_of(self, batch: Any) -> dict[str, Tensor]:
-        """Returns the sums of one batch, {} on all stages but the last."""
-        if self.pipeline is None:
-            return self.objective.evaluation_sums(batch)
-        inputs, targets = batch
-        if self.objective.scores.takes_targets:
-            outputs = self.pipeline.forward(inputs, targets=targets)
-        else:
-            outputs = self.pipeline.forward(inputs)
-        return {} if outputs is None else self.objective.scores.sums_of(outputs, targets)
+    @contextmanager
+    def _tried(self) -> Iterator[None]:
+        """Has the model in evaluation mode, without gradients; it is left as it was."""
+        objective = self.held.objective
+        with preserved(objective.model), modes_kept(objective), torch.no_grad():
+            objective.eval()
+            yield
 
     def _batches(self) -> Generator[tuple[int, Any, bool], None, None]:
         """Yields for each of this rank's batches the number of its first sample, the batch, and whether it counts.
@@ -222,7 +191,7 @@ class Evaluator:
         """
         layout = self.rank.layout
         source = self.source
-        by_length = self.rank.config.batch.by_length and layout.is_replicated and not self._draws
+        by_length = self.rank.config.batch.by_length and self.held.is_replica and not self._draws
         batches = evaluation_batches(
             source,
             rank=layout.data_parallel_index(self.rank.place.rank),
@@ -236,7 +205,7 @@ class Evaluator:
         for batch in batches:
             num_yielded += 1
             yield int(batch.indices[0]), batch.tensors, True
-        if layout.is_replicated:
+        if self.held.is_replica:
             return
         for _ in range(num_yielded, self._num_batches()):
             yield 0, source.batch(np.zeros(1, dtype=np.int64)), False
@@ -319,20 +288,20 @@ def _as_numbers(totals: dict[str, Tensor]) -> dict[str, float]:
     return numbers
 
 
-def evaluator_of(parts: Parts, objective: Objective, source: SampleSource) -> Evaluator:
-    """Returns what measures the parts of a model on some samples."""
-    return Evaluator(rank=parts.rank, objective=objective, source=source, inputs=parts.inputs, pipeline=parts.pipeline)
-
-
-def build_evaluator(parts: Parts, objective: Objective, callbacks: Mapping[str, Callback]) -> Evaluator | None:
+def build_evaluator(parts: Parts, held: HeldModel, callbacks: Mapping[str, Callback]) -> Evaluator | None:
     """Returns the evaluator; None without held-out samples, or where the model has no loss of them. Collective.
+
+    Args:
+        parts: model, optimizer and data of this rank.
+        held: the model in the run's layout.
+        callbacks: by name; some compare measures.
 
     Raises:
         ConfigError: as `check_measures`.
     """
     evaluator = None
     if parts.heldout is not None and parts.rank.config.train.evaluate:
-        evaluator = evaluator_of(parts, objective, parts.heldout)
+        evaluator = Evaluator(rank=parts.rank, held=held, source=parts.heldout)
     check_measures(parts, callbacks, evaluator)
     if evaluator is None or evaluator.gives_loss():
         return evaluator

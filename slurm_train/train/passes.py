@@ -26,21 +26,22 @@ from torch.nn.parallel import DistributedDataParallel
 from slurm_train.checkpoint.state import local_part
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.data.batches import MicroBatch
-from slurm_train.data.source import Batch, is_nested, map_tensors
+from slurm_train.data.source import Batch, is_nested
 from slurm_train.distributed.float8 import ScalesOfStep
 from slurm_train.distributed.parallelize import own_positions, whole_parameters
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.formatting import shorten
 from slurm_train.models.head import group_named
-from slurm_train.models.objective import labels_in
+from slurm_train.models.objective import Objective, labels_in
 from slurm_train.models.scores import num_counted
 from slurm_train.train.buckets import BucketOrder
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.convolutions import tune_convolutions
 from slurm_train.train.ddp import COUNT, LOSS, NON_FINITE, SQUARES, STOP, TrainingModule, build_ddp, send_bfloat16
-from slurm_train.train.device_copies import DeviceCopies, to_device
+from slurm_train.train.device_copies import DeviceCopies
+from slurm_train.train.held import HeldModel
 from slurm_train.train.inputs import ModelInputs
 from slurm_train.train.preserve import preserved
 from slurm_train.train.samples import note_of_batch_norms
@@ -49,11 +50,9 @@ from slurm_train.train.samples import note_of_batch_norms
 # least.
 _LEAST_SAMPLES = 100
 _LARGEST_SHARE_CUT = 0.5
-_NUM_COMPARED = 2
-"""Samples that a model's own loss is compared with before the first step."""
 
 
-class Passes:
+class Passes(HeldModel):
     """Forward and backward passes of a rank; base class of the three kinds.
 
     Args:
@@ -61,22 +60,29 @@ class Passes:
         inputs: how batches get to its model.
         objective: the loss around it.
         num_averaged: number of ranks that have different items; reduced values are averaged over them.
+        pipeline: this rank's stages; None where every rank computes all layers.
     """
 
     ddp: DistributedDataParallel | None = None
     """DDP's wrapper around the model; None without DDP."""
 
-    def __init__(self, rank: Rank, *, inputs: ModelInputs, objective: nn.Module, num_averaged: int) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        inputs: ModelInputs,
+        objective: Objective,
+        num_averaged: int,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        super().__init__(rank, inputs=inputs, objective=objective, pipeline=pipeline)
         self.num_averaged = num_averaged
         self.data_wait_s = 0.0
         """Seconds that steps have waited for data on this rank."""
         self.num_cut = 0
         """Samples of this rank that were longer than the model's table of positions."""
         self._num_seen = 0
-        self._rank = rank
-        self._inputs = inputs
         self._device = rank.device
-        self._objective: Any = objective
         self._norm_type = _norm_type(objective.parameters())
         health = rank.config.health
         # A loss scale that is too large skips a step, too.
@@ -116,7 +122,7 @@ class Passes:
                 f"a batch has lists of tensors, which a layout of {layout} cannot cut",
                 hint="leave parallel.pp and parallel.cp at 1",
             )
-        objective = self._objective
+        objective = self.objective
         self._inputs.keep_floats(objective.model, batch)
         if is_nested(batch) and self._inputs.casts_shards:
             raise ConfigError(
@@ -127,10 +133,9 @@ class Passes:
         notes: list[str | None] = []
         objective.check_batch(batch)
         notes.append(objective.other_loss(batch))
-        if layout.pp * layout.cp == 1:
+        if not self.is_cut:
             has_lists = is_nested(batch)
-            some = batch if has_lists else map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch)
-            samples = to_device(some, self._device)
+            samples = self.few_of(batch)
             with preserved(objective.model), self._inputs.in_precision():
                 notes.append(objective.check_scores(samples, labels_in(batch)))
                 notes.append(objective.compare(samples, is_precise=self._rank.autocast is None))
@@ -166,7 +171,7 @@ class Passes:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Returns all parameters of this rank's part of the model."""
-        named: list[tuple[str, nn.Parameter]] = list(self._objective.named_parameters())
+        named: list[tuple[str, nn.Parameter]] = list(self.objective.named_parameters())
         return named
 
     def _norms(self, gradients: list[Tensor]) -> Tensor:
@@ -187,7 +192,7 @@ class Passes:
         tensors: Any = next(batches).tensors
         self.data_wait_s += self._clock() - start
         self._mark("step")
-        if self._objective.context is not None:
+        if self.objective.context is not None:
             self._count_long(tensors)
         tensors = self._inputs.own_part(tensors)
         if self._copies is None:
@@ -202,8 +207,8 @@ class Passes:
         """
         first_tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         self._num_seen += len(first_tensor)
-        num_long = self._objective.num_too_long(batch)
-        context = self._objective.context
+        num_long = self.objective.num_too_long(batch)
+        context = self.objective.context
         if num_long and not self.num_cut:
             self._rank.say(
                 f"samples have more than the {context} tokens that the model has positions for: they are cut"
@@ -230,7 +235,8 @@ class ReplicaPasses(Passes):
     def __init__(
         self, rank: Rank, inputs: ModelInputs, module: TrainingModule, ddp: DistributedDataParallel | None
     ) -> None:
-        super().__init__(rank, inputs=inputs, objective=module.objective, num_averaged=rank.place.world_size)
+        objective: Any = module.objective
+        super().__init__(rank, inputs=inputs, objective=objective, num_averaged=rank.place.world_size)
         self.ddp = ddp
         self._compute: nn.Module = ddp or module
         # Looked up once: a module's attributes cost half a microsecond each time.
@@ -335,6 +341,7 @@ class ShardPasses(Passes):
         objective: the loss around it.
         parameters: those of the optimizer, in its order.
         factor: factor of the losses that are back-propagated (`LossScale`), None for 1.
+        pipeline: this rank's stages; None where every rank computes all layers.
     """
 
     def __init__(
@@ -343,12 +350,13 @@ class ShardPasses(Passes):
         inputs: ModelInputs,
         *,
         model: nn.Module,
-        objective: nn.Module,
+        objective: Objective,
         parameters: Sequence[Tensor],
         factor: Tensor | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         layout = rank.layout
-        super().__init__(rank, inputs=inputs, objective=objective, num_averaged=layout.reducing_size)
+        super().__init__(rank, inputs=inputs, objective=objective, num_averaged=layout.reducing_size, pipeline=pipeline)
         self._sharded: Any = model if hasattr(model, "set_requires_all_reduce") else None
         self._scales = ScalesOfStep(model)
         self._factor = factor
@@ -382,7 +390,7 @@ class ShardPasses(Passes):
             if self._sharded is not None:
                 self._sharded.set_requires_all_reduce(number == 1)
             with self._inputs.in_precision():
-                loss, count = self._objective(tensors)
+                loss, count = self.objective(tensors)
             loss.backward(self._factor)
             if self._owns_items:
                 values[COUNT] += count
@@ -451,10 +459,10 @@ class PipelinePasses(ShardPasses):
     """
 
     def __init__(self, rank: Rank, inputs: ModelInputs, pipeline: Pipeline, **keywords: Any) -> None:
-        super().__init__(rank, inputs, **keywords)
+        super().__init__(rank, inputs, pipeline=pipeline, **keywords)
         name = rank.config.parallel.pipeline_schedule
         self._schedule = pipeline.build_schedule(name=name, num_batches=self._accumulation, loss=self._scaled_loss)
-        self._pipeline = pipeline
+        self._stages = pipeline
         # Lets a schedule free scores before the step ends; older torch always keeps them.
         has_option = "return_outputs" in inspect.signature(self._schedule.step).parameters
         self._options: dict[str, Any] = {"return_outputs": False} if has_option else {}
@@ -465,11 +473,11 @@ class PipelinePasses(ShardPasses):
         taken = [self.next_batch(batches) for _ in range(self._accumulation)]
         inputs, targets = (torch.cat(parts) for parts in zip(*taken, strict=True))
         losses: list[Tensor] = []
-        arguments = [inputs] if self._pipeline.is_first else []
+        arguments = [inputs] if self._stages.is_first else []
         keywords = dict(self._options)
-        if self._pipeline.is_last:
+        if self._stages.is_last:
             keywords |= {"target": targets, "losses": losses}
-            if self._objective.scores.takes_targets:
+            if self.objective.scores.takes_targets:
                 keywords["targets"] = targets
         with self._scales.computed(), self._inputs.in_precision():
             self._schedule.step(*arguments, **keywords)
@@ -482,12 +490,12 @@ class PipelinePasses(ShardPasses):
         self._values = values
 
     def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self._objective.scores.loss_of(outputs, targets)[0]
+        loss: Tensor = self.objective.scores.loss_of(outputs, targets)[0]
         # A schedule that cuts the backward pass in two detaches the loss in place, which a view does not allow.
         return loss.clone() if self._factor is None else loss * self._factor
 
 
-def build_passes(parts: Parts, objective: nn.Module, *, factor: torch.Tensor | None) -> Passes:
+def build_passes(parts: Parts, objective: Objective, *, factor: torch.Tensor | None) -> Passes:
     """Returns the passes for the run's layout. Collective.
 
     Args:

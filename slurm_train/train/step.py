@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from slurm_train.checkpoint.state import local_part
 from slurm_train.data.batches import MicroBatch
 from slurm_train.errors import ConfigError
+from slurm_train.models.objective import Objective
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ddp import COUNT, LOSS, NON_FINITE, STOP
 from slurm_train.train.loss_scale import LossScale
@@ -254,7 +255,7 @@ class Stepper:
 
 def build_stepper(
     parts: Parts,
-    objective: nn.Module,
+    objective: Objective,
     *,
     before_change: Callable[[], None],
     loss_scale: Sequence[float] | None = None,

@@ -344,11 +344,11 @@ def _train_or_evaluate(rank: Rank) -> int:
     """
     try:
         if rank.config.train.follow is not None:
-            from slurm_train.train.follow import follow_checkpoints
+            from slurm_train.evaluation.follow import follow_checkpoints
 
             return follow_checkpoints(rank)
         if rank.config.train.evaluate_from is not None:
-            from slurm_train.train.evaluate_checkpoint import evaluate_checkpoint
+            from slurm_train.evaluation.evaluate_checkpoint import evaluate_checkpoint
 
             return evaluate_checkpoint(rank)
         from slurm_train.train.build import train

@@ -19,7 +19,9 @@ from slurm_train.data.mapstyle import MapStyleSource
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import Objective
 from slurm_train.train import evaluate
-from slurm_train.train.evaluate import evaluator_of, measures
+from slurm_train.train.context import Rank
+from slurm_train.train.evaluate import Evaluator, measures
+from slurm_train.train.held import hold
 from tests.support.ranks import make_parts, make_rank
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -67,6 +69,11 @@ class Denoiser(nn.Module):
 SEEN: list[Tensor] = []
 
 
+def evaluator_of(rank: Rank, model: nn.Module, source: MapStyleSource) -> Evaluator:
+    held = hold(make_parts(rank, model, None), Objective(model))
+    return Evaluator(rank=rank, held=held, source=source)
+
+
 class Masks:
     """A collate function that masks at random, by the global generator or by one of its own."""
 
@@ -100,7 +107,7 @@ def evaluated(
         source = MapStyleSource(Inputs(), collate=collate, num_workers=num_workers, seed=config.seed)
         torch.manual_seed(random.randrange(2**32))
         model.generator.seed()
-        evaluator_of(make_parts(rank, model, None), Objective(model), source).evaluate()
+        evaluator_of(rank, model, source).evaluate()
         sums.append(given[-1])
     return measures(sums, bytes_per_item=None)
 
@@ -130,7 +137,7 @@ def test_what_is_odd_about_held_out_scores_is_said_once_and_a_label_without_a_sc
     for num_scores in (3, 2):
         source = MapStyleSource(Classes())
         model = Head(6, num_scores)
-        evaluator = evaluator_of(make_parts(rank, model, None), Objective(model), source)
+        evaluator = evaluator_of(rank, model, source)
         if num_scores == 2:
             with pytest.raises(ConfigError, match="labels are 0 to 2, and the model gives 2 scores"):
                 evaluator.evaluate()

@@ -438,7 +438,7 @@ def test_no_step_on_a_gpu_waits_for_a_value(
     assert [result and result.facts for result in found[1:]] == [result and result.facts for result in expected]
     for mine, other in zip(masked._update.parameters, plain._update.parameters, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-    for mine, other in zip(*(stepper.passes._objective.buffers() for stepper in (masked, plain)), strict=True):
+    for mine, other in zip(*(stepper.passes.objective.buffers() for stepper in (masked, plain)), strict=True):
         assert torch.equal(mine, other) and mine.isfinite().all()
 
 

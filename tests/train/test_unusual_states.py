@@ -27,8 +27,8 @@ from slurm_train.checkpoint.state import (
 from slurm_train.checkpoint.training import MADE_BUFFERS
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import CheckpointError, ConfigError, RunError
+from slurm_train.evaluation.evaluate_checkpoint import load_model, require_same_weights
 from slurm_train.models.build import build_model
-from slurm_train.train.evaluate_checkpoint import load_model, require_same_weights
 from tests.support.small_checkpoints import make_header
 from tests.train.small_runs import assert_resumes_bit_for_bit, config_of, finish, start
 from tests.train.small_training import FEATURES, Branches, DoubleGPT, Net

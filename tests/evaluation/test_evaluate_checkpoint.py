@@ -14,9 +14,9 @@ from slurm_train.checkpoint.manifest import FileRecord, check_hash
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import CheckpointError
+from slurm_train.evaluation import evaluate_checkpoint
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.paths import list_checkpoints, save_path
-from slurm_train.train import evaluate_checkpoint
 from tests.support.small_checkpoints import make_header
 
 SHAPE: dict[str, Any] = {"num_layers": 1, "width": 16, "num_heads": 2, "vocab_size": 257, "context": 16}

@@ -18,6 +18,7 @@ from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.checkpoint.collect import discard_kept
 from slurm_train.distributed.group import shutdown
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, UnknownCheckpointError
+from slurm_train.evaluation.evaluate_checkpoint import load_weights, measure, require_same_samples
 from slurm_train.rundir.files import create_empty
 from slurm_train.rundir.pins import release_pins
 from slurm_train.rundir.scores import Score, named
@@ -26,7 +27,6 @@ from slurm_train.status.following import Follower, Waiting, summary_of
 from slurm_train.train.build import build_alone, join
 from slurm_train.train.context import Rank
 from slurm_train.train.ending import write_result
-from slurm_train.train.evaluate_checkpoint import load_weights, measure, require_same_samples
 from slurm_train.train.metrics import format_measures
 from slurm_train.train.stops import by_exchange
 

@@ -34,7 +34,8 @@ from slurm_train.rundir.paths import find_save
 from slurm_train.train.build import build_alone, join
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ending import write_result
-from slurm_train.train.evaluate import evaluator_of
+from slurm_train.train.evaluate import Evaluator
+from slurm_train.train.held import hold
 from slurm_train.train.metrics import format_measures
 from slurm_train.train.optimizer import averages_itself
 from slurm_train.train.texts import continue_texts
@@ -94,7 +95,8 @@ def require_same_samples(parts: Parts) -> None:
 def measure(parts: Parts) -> dict[str, float] | None:
     """Returns the measures of the model as it is now, None where a rank was asked to stop. Collective."""
     assert parts.heldout is not None
-    return evaluator_of(parts, Objective(parts.model), parts.heldout).evaluate()
+    held = hold(parts, Objective(parts.model))
+    return Evaluator(rank=parts.rank, held=held, source=parts.heldout).evaluate()
 
 
 def load_weights(parts: Parts, save: Path) -> tuple[Path, Manifest]:
