@@ -118,8 +118,8 @@ TEXT_OF_CAUSE = re.compile(r"\bcause\b(?!\.(?:ranks|kind|node)\b)|\bnote\b|\bmar
 RUN_STARTERS = {"start.start", "request.arrays", "request.submission", "supervise.continuation"}
 # `RunConfig.uses_cluster`, `.slurm` and `.is_submitted` answer it; who composes has a mapping yet.
 MOST_ASKING_FOR_CLUSTER = 2
-# To be lowered; never raised.
-MOST_ASKING_WHAT_RUNS = 27
+# Where a `Program` is made, where two of them are refused, and where ranks run one.
+MOST_ASKING_WHAT_RUNS = 3
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Lines of code: docstrings, comments and blank lines do not count.
 MOST_LINES = 60
@@ -498,9 +498,31 @@ def run_starters(tree: Tree) -> list[str]:
 
 
 def questions_for_the_program(tree: Tree) -> list[str]:
-    """More modules than `MOST_ASKING_WHAT_RUNS` that ask whether the built-in trainer runs."""
-    modules = _uses(tree, lambda node: isinstance(node, ast.Attribute) and node.attr == "trains")
+    """More modules than `MOST_ASKING_WHAT_RUNS` that ask whether the trainer, a task or a script runs."""
+
+    def asks(node: ast.AST) -> bool:
+        return any(
+            isinstance(condition, ast.Attribute)
+            and condition.attr in ("trains", "task", "script")
+            and ast.unparse(condition.value).split(".")[-1] == "config"
+            for condition in conditions_in(node)
+        )
+
+    modules = _uses(tree, asks)
     return modules if len(modules) > MOST_ASKING_WHAT_RUNS else []
+
+
+def conditions_in(node: ast.AST) -> list[ast.expr]:
+    """Returns what a node decides by; `value or default` asks for a value and decides nothing."""
+    if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+        return [node.test]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return [node.operand]
+    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+        return node.values
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+        return [node.left]
+    return node.ifs if isinstance(node, ast.comprehension) else []
 
 
 def questions_for_the_cluster(tree: Tree) -> list[str]:
@@ -744,6 +766,7 @@ def test_a_module_that_brings_torch_along_is_found() -> None:
     [
         (questions_for_the_cluster, MOST_ASKING_FOR_CLUSTER, "config.cluster is not None"),
         (questions_for_the_program, MOST_ASKING_WHAT_RUNS, "config.trains"),
+        (questions_for_the_program, MOST_ASKING_WHAT_RUNS, "plan.config.script is not None"),
     ],
 )
 def test_one_module_too_many_that_asks_is_found(

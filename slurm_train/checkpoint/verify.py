@@ -190,12 +190,6 @@ def newest_committed_step(root: Path) -> int:
     return -1
 
 
-def committed_step_of_program(root: Path) -> int | None:
-    """Returns what `newest_committed_step` does; None where there is none, as a user's own program may keep its own."""
-    step = newest_committed_step(root)
-    return None if step < 0 else step
-
-
 def read_manifest(path: Path) -> Manifest:
     """Reads the manifest of a finished checkpoint; its files are not looked at.
 

@@ -20,6 +20,7 @@ from slurm_train.code.git import read_git
 from slurm_train.code.provenance import EnvironmentChange, environment_changes, environment_of, read_environment
 from slurm_train.code.snapshot import Code, FileChange, compare_code, index_code, read_index, read_source
 from slurm_train.config.frozen import differences, in_words, load_config
+from slurm_train.config.program import program_of
 from slurm_train.config.words import read_names
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir.files import read_json
@@ -115,8 +116,8 @@ def _config_changes(old: RunDirectory, new: RunDirectory) -> list[dict[str, Any]
     changes = differences(
         before,
         after,
-        old_global_size=_global_size(old) if before.trains else None,
-        new_global_size=_global_size(new) if after.trains else None,
+        old_global_size=_global_size(old) if program_of(before).is_planned else None,
+        new_global_size=_global_size(new) if program_of(after).is_planned else None,
     )
     return [
         {"key": change.key, "old": change.old, "new": change.new, "trains": change.kind != "harmless"}

@@ -214,8 +214,8 @@ def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any]
     from slurm_train.plan.cards import has_gpus, in_half
     from slurm_train.plan.memory import GptShape
 
-    config = plan.config
-    if not config.trains or config.model is None or not plan.layout.is_replicated:
+    config = plan.program.used
+    if config.model is None or not plan.layout.is_replicated:
         return None
     if GptShape.of(config.model) is not None:
         return None
@@ -434,7 +434,7 @@ class _JobSizes:
 
         words = [f"cluster.nodes={num_nodes}"]
         config = self.typed.config
-        if config.trains:
+        if self.typed.program.is_planned:
             words.append(f"batch.global_size={self.typed.batch.global_size}")
         limit = config.slurm.time_limit_min
         if limit_min is not None and limit_min != limit:

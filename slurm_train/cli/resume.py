@@ -93,7 +93,7 @@ def main(words: Sequence[str]) -> int:
         source = read_source(run, config, here, env=env)
         for line in source_notes(source):
             note(line)
-    if config.script is None and any(key.partition(".")[0] in _WITH_TARGETS for key in typed):
+    if any(key.partition(".")[0] in _WITH_TARGETS for key in typed):
         # The copy of the code does not have what lies in another folder of the person.
         require_targets(plan.config, folders=[*([] if source else [run.code]), Path(plan.directory)])
     print_rows(plan_rows(plan))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from slurm_train.config.data_kinds import PACKED, kind_of
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import CAUSAL_LM, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import byte_size
@@ -119,11 +120,10 @@ def pin_hub_files(config: RunConfig, *, cwd: Path) -> tuple[RunConfig, tuple[Hub
         ConfigError: the repository or its revision does not exist, must not be read with this token or lacks files; the
             Hub cannot be reached or the library is not installed; or a revision is given without a repository.
     """
-    if not config.trains:
-        return config, ()
+    used = program_of(config).used
     pinned: list[HubFiles] = []
-    model = config.model
-    data = config.data
+    model = used.model
+    data = used.data
     named: str | None = None
     if model is not None and model.get("_target_") == CAUSAL_LM:
         named = model.get("path")
@@ -135,10 +135,12 @@ def pin_hub_files(config: RunConfig, *, cwd: Path) -> tuple[RunConfig, tuple[Hub
             data = {**data, "tokenizer": model["path"]}
         else:
             data = {**data, "tokenizer": pin_path("data.tokenizer", tokenizer, "tokenizer", cwd, pinned)}
-    train = config.train
-    if train.init_from is not None:
-        train = replace(train, init_from=pin_path("train.init_from", train.init_from, "weights", cwd, pinned))
-    return replace(config, model=model, data=data, train=train), tuple(pinned)
+    weights = used.train.init_from
+    if weights is not None:
+        weights = pin_path("train.init_from", weights, "weights", cwd, pinned)
+        config = replace(config, train=replace(config.train, init_from=weights))
+    # What the program does not use stays as it is.
+    return replace(config, model=model or config.model, data=data or config.data), tuple(pinned)
 
 
 def _pin_model(model: Mapping[str, Any], cwd: Path, pinned: list[HubFiles]) -> dict[str, Any]:
@@ -388,12 +390,13 @@ def _require_space(setting: str, folder: Path, num_bytes: int) -> None:
 
 def hub_snapshots(config: RunConfig) -> Iterator[Snapshot]:
     """Yields the folders of the library's cache that a configuration names."""
+    used = program_of(config).used
     values = {
-        "model.path": (config.model or {}).get("path"),
-        "data.tokenizer": (config.data or {}).get("tokenizer"),
-        "train.init_from": config.train.init_from,
+        "model.path": (used.model or {}).get("path"),
+        "data.tokenizer": (used.data or {}).get("tokenizer"),
+        "train.init_from": used.train.init_from,
     }
-    for key, value in values.items() if config.trains else ():
+    for key, value in values.items():
         match = _SNAPSHOT.fullmatch(value) if isinstance(value, str) else None
         if match is not None:
             yield Snapshot(key, f"{match[2]}/{match[3]}", match[4], Path(match[1]))

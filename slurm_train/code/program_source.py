@@ -11,10 +11,11 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from slurm_train.code.imports import is_installed, own_paths
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import targets_in
 
@@ -97,10 +98,8 @@ def _first_files(config: RunConfig, cwd: Path, places: Sequence[Path]) -> Iterat
             yield from _module_files([*words[index + 1].split("."), "__main__"], [cwd, cwd / "src", *places])
         elif (index == 0 or _FILE_IN_TEXT.fullmatch(word)) and (cwd / word).is_file():
             yield cwd / word
-    if config.script is None:
-        parts = (config.model, config.data, config.task, config.callbacks, asdict(config.optim))
-        for target in targets_in(parts):
-            yield from _module_files(target.split("."), [cwd, cwd / "src", *places])
+    for target in targets_in(program_of(config).sections):
+        yield from _module_files(target.split("."), [cwd, cwd / "src", *places])
 
 
 def _module_files(words: Sequence[str], places: Iterable[Path]) -> Iterator[Path]:

@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -24,6 +24,7 @@ from slurm_train.code.by_file import BesideFile, missing_beside
 from slurm_train.code.git import SourceState, is_secret_file, read_git
 from slurm_train.code.imports import built_modules, code_elsewhere, import_roots, is_below, own_paths, packages_in
 from slurm_train.code.program_source import read_program
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
@@ -78,10 +79,12 @@ def names_own_code(config: RunConfig) -> bool:
     """Returns whether a configuration names code that does not ship with this package."""
     from slurm_train.config.target import targets_in
 
-    if config.script is not None:
+    program = program_of(config)
+    if not program.built:
+        # A file is run; nothing is built by its name.
         return True
-    parts = (config.model, config.data, config.task, config.callbacks, asdict(config.optim))
-    return any(not target.startswith(("slurm_train.", "torch.")) for target in targets_in(parts))
+    targets = targets_in(program.sections)
+    return any(not target.startswith(("slurm_train.", "torch.")) for target in targets)
 
 
 def read_source(

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slurm_train.config.parallel import ParallelLayout
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import BatchSection, OptimSection, RunConfig
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.formatting import shorten
@@ -299,9 +300,7 @@ def check_batch(config: RunConfig, plan: BatchPlan, *, layout: ParallelLayout, r
         BatchError: batches by length may have fewer samples than there are micro-batches, or flow through a pipeline;
             unequal shares were asked with something that they do not go with, or weights do not fit the ranks.
     """
-    if not config.trains:
-        return
-    require_all(_conflicts(config, plan, layout), BatchError)
+    require_all(_conflicts(program_of(config).used, plan, layout), BatchError)
     planned_shares(config, plan, ranks_per_node=ranks_per_node)
 
 
@@ -387,8 +386,8 @@ def planned_shares(config: RunConfig, plan: BatchPlan, *, ranks_per_node: Sequen
     Raises:
         BatchError: the weights do not fit the ranks.
     """
-    weights = config.batch.shares
-    if not config.trains or isinstance(weights, str):
+    weights = program_of(config).used.batch.shares
+    if isinstance(weights, str):
         return cut_equally(plan.global_size, plan.ranks)
     return shares_by_weight(weights, plan, ranks_per_node=ranks_per_node)
 

@@ -38,6 +38,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from omegaconf.resolvers.oc import env as read_variable
 
 from slurm_train.assets import asset_dir
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import (
     ClusterSection,
     ContainerSection,
@@ -187,7 +188,8 @@ class Composer:
             _settle_launch(plain)
             config = build_config(RunConfig, plain)
             _refuse_two_lengths(config, prepared)
-            unused_keys = tuple(_unused_keys(full, prepared)) if config.script is not None else ()
+            reads_keys = bool(program_of(config).sections)
+            unused_keys = () if reads_keys else tuple(_unused_keys(full, prepared))
             return Composed(config=config, mapping=plain, choices=choices, open_keys=open_keys, unused_keys=unused_keys)
 
     def merge(self, prepared: Sequence[str], *, number: int | None = None) -> Merged:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import yaml
 
 from slurm_train.assets import asset_dir
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import (
     ClusterSection,
     RunConfig,
@@ -191,14 +192,13 @@ def identity(config: RunConfig, *, global_size: int) -> dict[str, Any]:
         config: the run's configuration.
         global_size: samples per optimizer step, as planned; it counts, however it is cut.
     """
+    own = program_of(config).identity
+    if own is not None:
+        return dict(own)
     mapping: dict[str, Any] = to_mapping(config)
     for key in NOT_IDENTITY:
         section, _, name = key.rpartition(".")
         del (mapping[section] if section else mapping)[name]
-    if not config.trains:
-        own = {key: mapping[key] for key in ("seed", "task", "script")}
-        # Scorers with other names for their scores are other evaluators.
-        return {**own, "follow": config.train.follow} if config.train.follow else own
     mapping["batch"]["global_size"] = global_size
     return mapping
 

@@ -640,11 +640,6 @@ class RunConfig:
     own_resume: OwnResumeSection = OwnResumeSection()
 
     @property
-    def trains(self) -> bool:
-        """Whether the built-in trainer runs (not a user's own function or script)."""
-        return self.task is None and self.script is None
-
-    @property
     def uses_cluster(self) -> bool:
         """Whether its ranks run in an allocation of Slurm, and not on the machine that starts it."""
         return self.cluster is not None

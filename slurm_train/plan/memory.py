@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout, gathers_float8, stage_blocks, stages_of
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import EMA, GPT_TARGET, GptSection, OptimSection, ParallelSection, RunConfig
 from slurm_train.plan.placement import positions_of
 
@@ -376,7 +377,7 @@ class LayoutFacts:
 
 def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan, *, half: bool) -> LayoutFacts | None:
     """Returns what the estimates are computed from; None for a model other than the shipped GPT, or no training."""
-    shape = GptShape.of(config.model or {}) if config.trains else None
+    shape = GptShape.of(program_of(config).used.model or {})
     if shape is None:
         return None
     positions = positions_of(config.data, default=shape.context)

@@ -18,6 +18,7 @@ from typing import Any
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import AXES, ParallelLayout, solve_layout
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import CAUSAL_LM, GPT_TARGET, RunConfig
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.formatting import shorten
@@ -274,7 +275,7 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
     require_all(
         [
             (
-                not config.trains,
+                program_of(config).used.parallel != settings,
                 f"parallel asks for {layout}, but a task or script of your own has to make its own groups",
                 "leave parallel.* at its defaults; ranks find their numbers and rank 0's address in the environment",
             ),
@@ -417,7 +418,7 @@ def check_pipeline(config: RunConfig, layout: ParallelLayout, batch: BatchPlan) 
         BatchError: the number is not a multiple of the rounds.
     """
     is_plain = config.parallel.stages_per_rank == 1 and config.parallel.pipeline_schedule != "zero_bubble"
-    if layout.pp == 1 or is_plain or not config.trains:
+    if layout.pp == 1 or is_plain:
         return
     if batch.accumulation % max(1, batch.accumulation // layout.pp):
         raise BatchError(

@@ -30,6 +30,7 @@ from slurm_train.config.batch import (
 )
 from slurm_train.config.frozen import ID_DIGITS, config_hash, is_below
 from slurm_train.config.parallel import ParallelLayout
+from slurm_train.config.program import Program, program_of
 from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_mapping
 from slurm_train.config.synonyms import EXPORT_WORDS
 from slurm_train.distributed.master import read_ports
@@ -79,10 +80,14 @@ class RunPlan:
     """The files that must be in the cache of the Hub before the run is started."""
 
     @property
+    def program(self) -> Program:
+        """What the ranks execute."""
+        return program_of(self.config)
+
+    @property
     def max_steps(self) -> int | None:
-        """Steps of the whole run; None if only the ranks know them: for epochs, or in a user's own code."""
-        is_known = self.config.trains and self.config.train.max_epochs is None
-        return self.config.train.max_steps if is_known else None
+        """Steps of the whole run; None if only the ranks know them."""
+        return self.program.num_steps
 
     @property
     def num_devices(self) -> int:
@@ -174,16 +179,13 @@ def plan_run(
     _check_text(config)
     require_all(_conflicts(config))
     _check_meeting(config)
-    if config.trains:
-        check_groups(config)
+    check_groups(program_of(config).used)
     world = plan_world(config, env)
     check_script(config, cwd, num_ranks=world.num_ranks)
     config, chosen = settle(config, world, env)
     world = fitting_world(config, world)
     layout = plan_layout(config, world)
-    # A user's own function or script has its own batch, so the configured one does not apply.
-    batch_section = config.batch if config.trains else BatchSection()
-    batch = solve_batch(batch_section, ranks=layout.data_parallel_size, stages=layout.pp)
+    batch = solve_batch(program_of(config).used.batch, ranks=layout.data_parallel_size, stages=layout.pp)
     # Questions over the network come after all checks that need none.
     hub = tuple[HubFiles, ...]()
     if composed.open_keys is not None:
@@ -261,7 +263,7 @@ def replan_run(
     world = fitting_world(config, world)
     layout = plan_layout(config, world)
     batch = solve_batch(BatchSection(), ranks=layout.data_parallel_size, stages=layout.pp)
-    if config.trains:
+    if program_of(config).is_planned:
         old_batch = old.batch
         if old_batch is None:
             raise RunError(f"{run.plan} cannot be read", hint="type the run's first command again")
@@ -290,7 +292,7 @@ def _assemble(
     config: RunConfig, world: World, layout: ParallelLayout, batch: BatchPlan, *, run: RunDirectory, directory: str
 ) -> RunPlan:
     check_pipeline(config, layout, batch)
-    if config.trains:
+    if program_of(config).is_planned:
         _require_cut_for_all(config, world, batch, stages=layout.pp)
     check_batch(config, batch, layout=layout, ranks_per_node=world.ranks_per_node)
     return RunPlan(
@@ -314,7 +316,7 @@ def _check_schedule(plan: RunPlan) -> None:
         ConfigError: as `check_schedule`.
     """
     config = plan.config
-    if config.trains and config.train.evaluate_from is None and plan.num_samples is not None:
+    if config.train.evaluate_from is None and plan.num_samples is not None:
         check_schedule(config.optim, total_samples=plan.num_samples, global_size=plan.batch.global_size)
 
 
@@ -343,20 +345,13 @@ def default_name(composed: Composed) -> str:
 
 def _name_of_program(composed: Composed) -> str:
     config = composed.config
-    if config.script:
-        name = script_name(config.script)
-        return name.rpartition(".")[2] if config.script[0] == "-m" else Path(name).stem
-    if config.task:
-        return str(config.task.get("_target_", "task")).rpartition(".")[2]
+    name = program_of(config).short_name
+    if name:
+        return name
     names = {group: str(composed.choices.get(group)) for group in ("model", "data")}
     for group in [group for group, choice in names.items() if choice == "custom"]:
         names[group] = str(composed.mapping[group]["_target_"]).rpartition(".")[2].lower()
     return "-".join(names.values())
-
-
-def script_name(words: Sequence[str]) -> str:
-    """Returns the file, program or module that a script is, e.g. "train.py", or "my_package.train" for -m."""
-    return words[1] if words[0] == "-m" and len(words) > 1 else words[0]
 
 
 def _check_meeting(config: RunConfig) -> None:
@@ -406,6 +401,7 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
     Long because it is a table of independent refusals.
     """
     script = config.script
+    program = program_of(config)
     ddp = config.ddp
     yield (
         script is not None and config.task is not None,
@@ -437,7 +433,7 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
         )
     uneven = not isinstance(cluster.gpus_per_node, int)
     yield (
-        config.requeue.warm_ranks and (not config.trains or uneven or cluster.launcher == "torchrun"),
+        config.requeue.warm_ranks and (not program.used.requeue.warm_ranks or uneven or cluster.launcher == "torchrun"),
         "requeue.warm_ranks=true needs the trainer, equal nodes and srun: your own code is not started again after a "
         "failure, a heterogeneous job's steps cannot overlap, and torchrun starts its ranks again by itself",
         "leave requeue.warm_ranks out",
@@ -454,8 +450,8 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
         f"cluster.memory_gb_per_node={per_node} and cluster.memory_gb_per_gpu={per_gpu} both give the memory",
         "leave one out, or set it to null",
     )
-    for name in ("model", "data") if config.trains else ("task",) if config.task is not None else ():
-        target = (getattr(config, name) or {}).get("_target_")
+    for name, section in program.built.items():
+        target = (section or {}).get("_target_")
         yield (
             not isinstance(target, str) or not target,
             f"{name} has no _target_: there is nothing to build",
@@ -469,7 +465,7 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
     )
     older = _without_float8(cluster.gpu_type or "")
     yield (
-        config.trains and config.train.precision == "fp8" and (cluster.gpu_flag == "none" or older is not None),
+        program.used.train.precision == "fp8" and (cluster.gpu_flag == "none" or older is not None),
         f"train.precision=fp8 needs GPUs with float8 products; requested: {older or 'none'}",
         "float8 needs Ada, Hopper or later GPUs; train.precision=auto suits every GPU",
     )

@@ -23,7 +23,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     world = plan.world
     place = world.nodes_in_words if config.uses_cluster else "this machine"
     rows = [("run", str(plan.run.path)), ("ranks", f"{world.num_ranks} = {place}")]
-    if config.trains:
+    if plan.program.is_planned:
         rows += _training_rows(plan)
     if plan.unused_keys:
         keys = ", ".join(plan.unused_keys)
@@ -169,8 +169,8 @@ def _lost_node_rows(plan: RunPlan, cluster: ClusterSection) -> list[tuple[str, s
 
 def _growth_text(plan: RunPlan) -> str:
     """Returns when a run with a range of nodes is requeued for more of them."""
-    every_min = plan.config.requeue.grow_every_min
-    is_never = not (plan.config.requeue.enabled and plan.config.trains) or plan.config.launch == "interactive"
+    every_min = plan.program.used.requeue.grow_every_min
+    is_never = not plan.config.requeue.enabled or plan.config.launch == "interactive"
     if every_min is None or is_never:
         return "never asked for: the next requeue gives what is free then"
     interval = "30 min; not where jobs are preempted" if every_min == "auto" else f"{every_min} min"

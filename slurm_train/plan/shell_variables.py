@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.code.program_source import SourceFile, read_program, shell_commands
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import shorten
@@ -130,8 +131,9 @@ def refuse_unexpanded(config: RunConfig, env: Mapping[str, str]) -> None:
         ConfigError: it is one.
     """
     paths = {"run.root": config.run.root, "train.init_from": config.train.init_from}
-    for group, section in (("model", config.model), ("data", config.data)):
-        if config.trains and not _is_own(section):
+    used = program_of(config).used
+    for group, section in (("model", used.model), ("data", used.data)):
+        if not _is_own(section):
             paths |= dict(_texts_in(section, group))
     for key, text in paths.items():
         match = re.match(r"\$\{?(\w+)", text or "")
@@ -189,8 +191,10 @@ def _words_of_program(config: RunConfig) -> Iterator[tuple[str, str]]:
     for word in words[1:]:
         if word not in of_shell:
             yield "script", word
-    for group, section in (("task", config.task), ("model", config.model), ("data", config.data)):
-        if config.script is None and _is_own(section):
+    sections = program_of(config).sections
+    for group in ("task", "model", "data"):
+        section = sections.get(group)
+        if _is_own(section):
             yield from _texts_in(section, group)
 
 

@@ -242,11 +242,13 @@ def estimate_run(
     step_s = None if cost.speed is None else cost.speed.step_s
     return PlanEstimate(
         on_gpu=on_gpu,
-        compiles=config.trains and config.train.compiles(on_gpu=on_gpu),
+        compiles=plan.program.used.train.compiles(on_gpu=on_gpu),
         **_memory(plan, half=in_half(config, on_gpu=on_gpu), on_gpu=on_gpu, measured=measured),
         cost=cost,
         returns=returns,
-        loss=worst_loss(plan, preemption=preemption, step_s=step_s, limit_min=limit_min) if config.trains else None,
+        loss=worst_loss(plan, preemption=preemption, step_s=step_s, limit_min=limit_min)
+        if plan.program.saves
+        else None,
     )
 
 
@@ -256,8 +258,8 @@ _LARGEST_BETA2 = 0.99
 
 def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the fields of `PlanEstimate` about memory and traffic."""
-    config = plan.config
-    if not config.trains or config.model is None:
+    config = plan.program.used
+    if config.model is None:
         return {"memory_note": "only your own code knows"}
     growth = max(config.batch.growth.values(), default=1)
     batch = plan.batch.grown(growth)

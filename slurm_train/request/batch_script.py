@@ -20,7 +20,7 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import PORTS
 from slurm_train.errors import ConfigError
 from slurm_train.plan.placement import EqualNodes, World
-from slurm_train.plan.plan import RunPlan, script_name
+from slurm_train.plan.plan import RunPlan
 from slurm_train.request.rank_command import RankCommand
 from slurm_train.request.typed_flags import as_text, step_flags, typed_flags, with_typed
 from slurm_train.rundir.paths import SETUP_FAILED, RunDirectory
@@ -62,8 +62,8 @@ def job_request(plan: RunPlan, *, default_python: str = sys.executable, package:
     ranks = RankCommand(config, plan.run, plan.directory, package)
     exports = job_environment(config)
     # A line about what the ranks do, without a script's arguments, which may contain a secret.
-    name = script_name(config.script) if config.script else str((config.task or {}).get("_target_"))
-    work = f"global batch {plan.batch.as_sum()}" if config.trains else f"{name} on {plan.world.num_ranks} ranks"
+    name = plan.program.name
+    work = f"{name} on {plan.world.num_ranks} ranks" if name else f"global batch {plan.batch.as_sum()}"
     request = JobRequest(
         components=tuple(sbatch_components(plan)),
         title=f"{plan.run.name}/{plan.run.run_id}: {' '.join(work.split())}",
@@ -263,9 +263,7 @@ def srun_flags(plan: RunPlan) -> Flags:
         "job-name": STEP_NAME,
         # By default the others wait for a dead rank for ever; --wait alone would kill them without SIGTERM.
         "kill-on-bad-exit": "1",
-        # A rank of the trainer that outlives the others waits for them. One of a user's program may have work of its
-        # own, e.g. the export of the model; the watch over hangs ends it if it has none.
-        "wait": "60" if plan.config.trains else "0",
+        "wait": str(plan.program.wait_for_ranks_s),
         "open-mode": "append",
         # Under `sbatch --export=NAME` srun would pass NAME alone on, without the attempt and the meeting point.
         "export": "ALL",

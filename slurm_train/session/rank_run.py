@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
 from slurm_train.metrics import SILENT, Display, open_display
@@ -62,6 +63,7 @@ def display_of(config: RunConfig, place: RankPlace, env: Mapping[str, str]) -> D
     """Returns how a rank speaks to the user; the lines for a program stand among the program's own."""
     if not place.is_first:
         return SILENT
-    if not config.trains:
-        return Display(opening="slurm_train: ")
+    program = program_of(config)
+    if program.line_start:
+        return Display(opening=program.line_start)
     return open_display(sys.stderr, max_steps=config.train.max_steps, env=env)

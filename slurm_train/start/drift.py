@@ -25,6 +25,7 @@ from slurm_train.code.snapshot import (
     read_index,
 )
 from slurm_train.config.frozen import Change, all_changes, in_words, is_below, load_config, unaccepted
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.data.check import known_fingerprint
 from slurm_train.errors import CheckpointError, ConfigError, RunError, SlurmTrainError
@@ -61,19 +62,15 @@ def refuse_finished(run: RunDirectory, before: RunConfig, now: RunConfig, *, acc
     ended_early = (read_json(run.result) or {}).get("ended_early")
     has_more_steps = now.train.max_steps > before.train.max_steps
     has_other_epochs = now.train.max_epochs != before.train.max_epochs
-    # How long a program trains is in its words; one that has saved nothing here has nothing to go on from.
-    can_go_on = not before.trains and newest_manifest(run) is not None
+    program = program_of(before)
+    # A program that has saved nothing here has nothing to go on from.
+    can_go_on = program.saves or newest_manifest(run) is not None
     has_other_words = can_go_on and (now.script, now.task) != (before.script, before.task)
     if has_more_steps or has_other_epochs or has_other_words or (ended_early and accept):
         return
     reason = f" ({ended_early})" if ended_early else ""
     key = "callbacks=[] --accept callbacks; " if ended_early else ""
-    longer = ""
-    if before.trains:
-        longer = f"to train it longer: {key}train.max_steps=N --accept train.max_steps (or train.max_epochs); "
-    elif can_go_on:
-        longer = "to train it longer: with other words, "
-        longer += '"script=[train.py,--epochs,6]" --accept script; ' if before.script else "task.KEY=N --accept task; "
+    longer = f"to train it longer: {program.to_train_longer.replace('{with}', key)}; " if can_go_on else ""
     raise RunError(
         f"{run.name}/{run.run_id} is finished{reason}; there is nothing to resume",
         hint=f"{longer}another run of the same: the first command again with run.name=NAME, or seed=N",
@@ -121,8 +118,7 @@ def check_drift(
     code, old_code, new_code = _compare_code(plan, source)
     if covers_code(accepted_before, new_code):
         code = []
-    # A task or script of the user reads its own data, not the configured data set.
-    data = plan.config.data if plan.config.trains else None
+    data = plan.program.used.data
     old_data = manifest.data_fingerprint
     new_data = known_fingerprint(data or {}, cwd=Path(plan.directory)) or old_data
     has_other_data = new_data != old_data and not covers_data(accepted_before, old=old_data, new=new_data)

@@ -17,6 +17,7 @@ from typing import Any
 from slurm_train.code.imports import import_from_snapshot
 from slurm_train.config.compose import Composed, apply_words
 from slurm_train.config.frozen import load_config
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import (
     EMA,
     BatchSection,
@@ -178,7 +179,7 @@ def require_trainer(run: RunDirectory) -> None:
         RunError: it is a task or script.
     """
     # A folder without a configuration is refused by whoever reads it.
-    if run.config.is_file() and not load_config(run.config).trains:
+    if run.config.is_file() and program_of(load_config(run.config)).used.model is None:
         raise RunError(
             f"{run.name}/{run.run_id} is a task or script of your own, which the built-in evaluation does not know",
             hint="`evaluate` and `generate` are for runs with model and data; `evaluate --follow --with "
@@ -228,10 +229,12 @@ def _planned(config: RunConfig, env: Mapping[str, str]) -> RunPlan:
 
 
 def _with_heldout_samples(config: RunConfig, run: RunDirectory, env: Mapping[str, str]) -> RunConfig:
-    """Returns the configuration with the identity of the held-out samples, where the trainer reads them."""
-    if not config.trains:
+    """Returns the configuration with the identity of the held-out samples, where the ranks read them."""
+    data = program_of(config).used.data
+    if data is None:
         return config
-    return replace(config, train=replace(config.train, evaluate_data=_heldout_fingerprint(config, run, env)))
+    fingerprint = _heldout_fingerprint(data, run, env, seed=config.seed)
+    return replace(config, train=replace(config.train, evaluate_data=fingerprint))
 
 
 def evaluations_of_other_samples(plan: RunPlan, run: RunDirectory) -> list[RunDirectory]:
@@ -250,9 +253,10 @@ def evaluations_of_other_samples(plan: RunPlan, run: RunDirectory) -> list[RunDi
     return others
 
 
-def _heldout_fingerprint(config: RunConfig, run: RunDirectory, env: Mapping[str, str]) -> str | None:
+def _heldout_fingerprint(
+    data: Mapping[str, Any], run: RunDirectory, env: Mapping[str, str], *, seed: int
+) -> str | None:
     """Returns the identity of the held-out samples as this machine sees them; None where it cannot read them."""
-    data = config.data or {}
     fingerprint = None
     if not {"heldout", "split"} & data.keys():
         fingerprint = known_fingerprint(data, cwd=Path.cwd(), split="heldout")
@@ -262,7 +266,7 @@ def _heldout_fingerprint(config: RunConfig, run: RunDirectory, env: Mapping[str,
     from slurm_train.data.build import build_source
 
     try:
-        source = build_source(data, split="heldout", seed=config.seed)
+        source = build_source(data, split="heldout", seed=seed)
         return None if source is None else source.fingerprint()
     except Exception:  # a user's own data set may raise any class; the ranks report the error
         return None

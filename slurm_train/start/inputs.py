@@ -15,6 +15,7 @@ from typing import Any
 
 from slurm_train.code.hub import fetch_hub_files
 from slurm_train.config.data_kinds import DIGITS, kind_of
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import CAUSAL_LM, GPT_TARGET, OptimSection, RunConfig
 from slurm_train.config.target import TARGET, keywords_in_source, require_target
 from slurm_train.data.check import require_readable
@@ -58,11 +59,9 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
         DataError: prepared text is configured, and there is none; or weights were not downloaded.
         ConfigError: a `_target_` names a module or a name that does not exist, or a package is not installed.
     """
-    if plan.config.trains:
-        awaited = {files.key for files in plan.hub if files.missing}
-        _require_model_and_data(plan.config, awaited=awaited, cwd=cwd)
-    if plan.config.script is None:
-        require_targets(plan.config, folders=[cwd])
+    awaited = {files.key for files in plan.hub if files.missing}
+    _require_model_and_data(plan.program.used, awaited=awaited, cwd=cwd)
+    require_targets(plan.config, folders=[cwd])
 
 
 def uses_this_python(config: RunConfig) -> bool:
@@ -148,24 +147,22 @@ def require_targets(config: RunConfig, *, folders: Sequence[Path]) -> None:
     Raises:
         ConfigError: the first that is wrong.
     """
-    targets: dict[str, Mapping[str, Any] | None]
-    if config.task:
-        targets = {"task": config.task}
-    else:
-        targets = {"model": config.model, "data": config.data}
-    for number, callback in enumerate(config.callbacks):
+    program = program_of(config)
+    used = program.used
+    targets = dict(program.built)
+    for number, callback in enumerate(used.callbacks):
         targets[f"callbacks[{number}]"] = callback
     # If ranks use another Python, torch may be installed only there.
-    if config.trains and importlib.util.find_spec("torch") is not None:
-        targets |= _optimizer_calls(config.optim)
-    collate = (config.data or {}).get("collate")
+    if importlib.util.find_spec("torch") is not None:
+        targets |= _optimizer_calls(used.optim)
+    collate = (used.data or {}).get("collate")
     if isinstance(collate, str):
         targets["data.collate"] = {"_target_": collate, "_args_": [None]}
     elif isinstance(collate, Mapping):
         targets["data.collate"] = dict(collate)
     search = [*map(str, folders), *sys.path]
     judges_syntax = config.container is None and uses_this_python(config)
-    _refuse_schedulers(config.optim, search=search)
+    _refuse_schedulers(used.optim, search=search)
     for key, mapping in targets.items():
         require_target(key, mapping, search=search, judges_syntax=judges_syntax)
 

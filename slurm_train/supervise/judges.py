@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from slurm_train.config.parallel import solve_layout
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import ParallelSection, RunConfig
 from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_FAILURE, ClusterError
@@ -65,16 +66,16 @@ def watch_ranks(
         end_ranks: kills them.
         is_halted: see `HangWatchdog`.
     """
-    watch = Watch(run, attempt, world_size=world_size, has_watchers=not config.trains)
+    program = program_of(config)
+    watch = Watch(run, attempt, world_size=world_size, has_watchers=not program.reports)
     if config.own_resume.words:
         watch.add(OwnResumeCheck(run, end_ranks=end_ranks))
     limits = limits_of(config)
     if limits is not None:
-        for kind in (HangWatchdog,) if config.trains else (HangWatchdog, SilenceWatchdog):
+        for kind in (HangWatchdog,) if program.reports else (HangWatchdog, SilenceWatchdog):
             watch.add(kind(run, limits, end_ranks=end_ranks, is_halted=is_halted))
     if config.health.pace_every_steps is not None:
-        # How a user's own program cuts its model is not known here.
-        parallel = config.parallel if config.trains else ParallelSection(dp_shard=1)
+        parallel = program.used.parallel
         watch.add(StragglerSearch(run, excess=config.health.straggler_excess, parallel=parallel))
     return watch
 

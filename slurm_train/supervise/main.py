@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.config.frozen import load_config
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.distributed.master import probe_port
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
@@ -203,7 +204,7 @@ def _build_supervisor(run: RunDirectory, config: RunConfig, job: Job, step: Step
         step,
         replace(config.requeue, enabled=_may_return(config)),
         committed_step=progress_of(run, config),
-        is_own_code=not config.trains or checks_only,
+        is_own_code=not program_of(config).reports or checks_only,
         notify=Notifier(run, config.notify, env=env, say=say) if config.notify else None,
     )
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed import interfaces
 from slurm_train.distributed.master import chosen_address, probe_port
@@ -285,7 +286,7 @@ class SrunStep(Step):
         watch.add(NoticeKeeper(run, ask=self.job.notice), FindingsRelay())
         if self.pool.outlives_nodes:
             watch.add(LostNodes(self._look_for_lost_nodes))
-        every_min = self._config.requeue.grow_every_min
+        every_min = program_of(self._config).used.requeue.grow_every_min
         if every_min is not None and self._can_grow(self.start.nodes):
             growth = GrowthWatch(
                 run,
@@ -331,8 +332,7 @@ class SrunStep(Step):
         """Returns whether the job may be requeued for more nodes than these."""
         config = self._config
         is_small = self.pool.outlives_nodes and len(nodes) < self.pool.sizes[-1]
-        # A program of a user's own may not save when it is asked to stop.
-        return is_small and config.requeue.enabled and config.trains and self._is_batch_script
+        return is_small and config.requeue.enabled and self._is_batch_script
 
     def _keep_guard(self) -> None:
         """Starts a guard on one of the attempt's nodes if none runs there."""

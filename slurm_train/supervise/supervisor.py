@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from slurm_train.checkpoint.verify import committed_step_of_program, newest_committed_step
+from slurm_train.checkpoint.verify import newest_committed_step
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, RunError
 from slurm_train.metrics import last_numbers
@@ -83,7 +84,13 @@ def progress_of(run: RunDirectory, config: RunConfig) -> Callable[[], int | None
     """
     if config.train.follow is not None:
         return partial(num_recorded, run)
-    return partial(newest_committed_step if config.trains else committed_step_of_program, run.checkpoints)
+    saves = program_of(config).saves
+
+    def committed_step() -> int | None:
+        step = newest_committed_step(run.checkpoints)
+        return None if step < 0 and not saves else step
+
+    return committed_step
 
 
 class Supervisor:

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import TARGET, instantiate, keywords_in_source
 from slurm_train.errors import ConfigError
@@ -170,7 +171,7 @@ def check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
     """
     if not config.callbacks:
         return
-    if not config.trains:
+    if not program_of(config).used.callbacks:
         raise ConfigError(
             "callbacks are called by the built-in trainer, not by a task or a script", hint="leave callbacks out"
         )

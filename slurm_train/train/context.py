@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout, solve_layout
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import instantiate
 from slurm_train.data.source import SampleSource
@@ -108,7 +109,7 @@ class Rank(RankRun):
         Args:
             timeout_s: without a watchdog.
         """
-        has_watchdog = self.is_watched and self.config.trains and limits_of(self.config) is not None
+        has_watchdog = self.is_watched and program_of(self.config).reports and limits_of(self.config) is not None
         return max(timeout_s, LONGEST_SUSPENSION_S) if has_watchdog else timeout_s
 
     def enter_device(self) -> Rank:
@@ -258,7 +259,7 @@ def run_task(rank: Rank) -> int:
         SystemExit: it returned the code of a failure.
     """
     config = rank.config
-    assert config.task is not None
+    task = config.task or {}
     rank = rank.enter_device().join()
     # Where the supervisor watches for hangs, it acts first, and names them.
     is_guarded = rank.is_watched and config.health.hang_timeout_s is not None
@@ -275,12 +276,12 @@ def run_task(rank: Rank) -> int:
         session=session,
     )
     try:
-        code = instantiate(config.task, context=context)
+        code = instantiate(task, context=context)
     finally:
         session.close()
     if code is not None and type(code) is not int:
         raise ConfigError(
-            f"task._target_={config.task.get('_target_')} returned {code!r}, which is no exit code",
+            f"task._target_={task.get('_target_')} returned {code!r}, which is no exit code",
             hint="return None or 0 when done, 75 to be run again",
         )
     if code not in (None, EXIT_DONE, EXIT_REQUEUE):

@@ -28,6 +28,7 @@ from slurm_train.code.snapshot import require_sealed
 from slurm_train.config.batch import BatchPlan, recut_batch, solve_batch
 from slurm_train.config.frozen import load_config
 from slurm_train.config.parallel import solve_layout
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import BatchSection, RunConfig
 from slurm_train.config.secrets import redact
 from slurm_train.distributed.master import PORTS, candidate_ports, is_under_torchrun, master_of, meeting_ports
@@ -281,13 +282,11 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
     heartbeat.mark("start")
     if config.preflight.only:
         return EXIT_DONE
-    if config.trains:
-        _import_early()
     if config.script is not None and config.train.follow is not None:
         from slurm_train.worker.scoring import follow_with_script
 
         return follow_with_script(config, place=place, env=env, code_dir=code_dir, run=run, attempt=attempt, stop=stop)
-    if is_watched and not config.trains and config.health.hang_timeout_s is not None:
+    if is_watched and not program_of(config).reports and config.health.hang_timeout_s is not None:
         env = {**env, **_watch(run, attempt, place, env, limit_s=config.health.hang_timeout_s)}
     if config.script is not None:
         from slurm_train.worker.script import run_script
@@ -297,6 +296,8 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
         from slurm_train.worker.watched import answer_watcher
 
         answer_watcher(dict(env))
+    else:
+        _import_early()
     from slurm_train.train.context import Rank, run_task
 
     rank = Rank(
@@ -414,7 +415,7 @@ def gloo_environment(world_size: int) -> dict[str, str]:
 def _start_heartbeat(
     run: RunDirectory, attempt: int, config: RunConfig, place: RankPlace, env: Mapping[str, str]
 ) -> Heartbeat:
-    if not config.trains:
+    if not program_of(config).reports:
         release_continue()
         return Heartbeat(clock=AwakeClock(was_continued=note_continues()))
     heartbeat = Heartbeat(clock=AwakeClock(was_continued=was_continued))
@@ -468,7 +469,7 @@ def _batch_plan(config: RunConfig, plan: PlanRecord, place: RankPlace) -> BatchP
             ranks=batch.ranks,
             accumulation=batch.accumulation,
         )
-    if not config.trains:
+    if not program_of(config).is_planned:
         return solve_batch(BatchSection(), ranks=place.world_size)
     layout = solve_layout(config.parallel, world_size=place.world_size)
     ranks = layout.data_parallel_size

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from slurm_train.config.frozen import load_config
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.interfaces import interface_addresses
 from slurm_train.distributed.master import chosen_address
@@ -202,7 +203,7 @@ def outcome(run: RunDirectory, config: RunConfig, attempt: int, code: int, *, se
         code: exit code of the agent.
         sent_signals: signals that were passed on to the ranks.
     """
-    if code != EXIT_DONE and not config.trains and signal.SIGUSR2 in sent_signals:
+    if code != EXIT_DONE and not program_of(config).saves and signal.SIGUSR2 in sent_signals:
         # A script without a handler for the warning dies of it, and so do the scripts that are started after it.
         return 128 + signal.SIGUSR2
     # torchrun knows only success and failure; ranks that have saved and want to continue end with success.

@@ -32,6 +32,7 @@ from slurm_train.code import snapshot
 from slurm_train.code.imports import own_paths
 from slurm_train.code.provenance import read_gpu_software
 from slurm_train.config.data_kinds import PREPARED, kind_of
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.check import known_fingerprint
 from slurm_train.data.shards import check_sizes, read_index
@@ -152,7 +153,7 @@ def read_compile_obstacles(
     """
     # Slurm's variables may name devices that are only pretended.
     on_gpu = bool(visible_gpus(env)) and bool(installed_gpus(devices=devices, sys=sys))
-    compiles = config.trains and config.train.compiles(on_gpu=on_gpu)
+    compiles = program_of(config).used.train.compiles(on_gpu=on_gpu)
     return compile_obstacles(env, on_gpu=on_gpu) if compiles else []
 
 
@@ -274,7 +275,7 @@ def read_files(
     """
     files = snapshot.read_index(run) or {}
     changes = _code_changes(run.code, files, hashing_s)
-    data = (config.data or {}) if config.trains else {}
+    data = program_of(config).used.data or {}
     paths = _data_paths(data)
     missing = [f"{path} is not there" for path in paths if not path.exists()]
     if kind_of(data) is PREPARED:

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slurm_train.config.program import program_of
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.master import is_under_torchrun
 from slurm_train.distributed.meeting import (
@@ -190,7 +191,7 @@ class Preflight:
             cpus_per_gpu=_asked_cpus(cluster, self.env),
             run_s=None if cluster.time_limit_min is None else 60.0 * cluster.time_limit_min,
             must_compile=self.config.train.compile is True,
-            needs_port=self.config.script is not None,
+            needs_port=program_of(self.config).opens_port,
             port=self.point.ports[0],
             ranks=[rank],
         )

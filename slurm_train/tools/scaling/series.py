@@ -109,7 +109,11 @@ def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) 
 def _require_something_to_time(plan: RunPlan) -> None:
     require_all(
         [
-            (not plan.config.trains, "a function or script of your own measures nothing", "scaling is for the trainer"),
+            (
+                not plan.program.is_planned,
+                "a function or script of your own measures nothing",
+                "scaling is for the trainer",
+            ),
             (
                 not plan.layout.is_replicated,
                 f"scaling times whole replicas, parallel asks for {plan.layout}",
