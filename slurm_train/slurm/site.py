@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import pwd
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,8 +31,9 @@ from slurm_train.slurm.policy import (
 )
 
 T = TypeVar("T")
-_OTHERS = frozenset({"-m", "--multirun", "-c", "--cfg", "-i", "--info"})
-"""Flags of command lines that are not about one job."""
+_OTHERS = frozenset({"-m", "--multirun", "-c", "--cfg", "-i", "--info", "launch=local", "cluster=null"})
+"""Words of command lines that are not about one job."""
+_NAMES_CLUSTER = re.compile(r"\+{0,2}cluster[.=]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +184,7 @@ def ask_early(words: Sequence[str], env: Mapping[str, str]) -> SlurmCommands:
         env: environment for the commands.
     """
     commands = SlurmCommands(env)
-    names_cluster = any("cluster" in word for word in words)
+    names_cluster = any(_NAMES_CLUSTER.match(word) for word in words)
     if names_cluster and _OTHERS.isdisjoint(words) and commands.is_available():
         site_of(commands).begin()
     return commands

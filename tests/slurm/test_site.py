@@ -8,7 +8,7 @@ import pytest
 
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import Association, Qos
-from slurm_train.slurm.site import Site, SiteFacts, default_qos, preemption_in
+from slurm_train.slurm.site import Site, SiteFacts, ask_early, default_qos, preemption_in, site_of
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.tools.site.sites import facts_of
 
@@ -36,6 +36,23 @@ def test_a_database_that_does_not_answer_is_waited_for_once(tmp_path: Path) -> N
     programs.wrap("sacctmgr", f"{waits}; echo 'Connection refused' >&2; exit 1")
     facts = Site(SlurmCommands({"PATH": programs.path}, timeout_s=20.0), user="me").facts()
     assert [problem.split(":")[0] for problem in facts.problems if "partitions" not in problem] == ["accounts", "QOS"]
+
+
+@pytest.mark.parametrize(
+    ("words", "is_asked"),
+    [
+        (["+cluster=1x1"], True),
+        (["model=gpt", "cluster.nodes=2"], True),
+        (["+cluster=1x1", "launch=local"], False),
+        (["+cluster=1x1", "--multirun", "seed=1,2"], False),
+        (["script=[train.py,--cluster]"], False),
+        (["model=my_cluster"], False),
+    ],
+)
+def test_slurm_is_asked_early_about_a_job_alone(words: list[str], *, is_asked: bool, tmp_path: Path) -> None:
+    programs = SlurmPrograms(tmp_path / "bin")
+    site = site_of(ask_early(words, {"PATH": programs.path}))
+    assert bool(site._answers) is is_asked
 
 
 def association(default_qos: str = "", *qos: str, partition: str = "", account: str = "lab") -> Association:
