@@ -155,7 +155,7 @@ def limits_of(facts: SiteFacts, partition: str, *, qos: str = "", account: str =
         qos: the job's; "" for the one that it gets.
         account: the job's; "" for the one that it is charged to.
     """
-    record = _record_of(facts, partition)
+    record = facts.record(partition)
     account = account or default_account(facts.associations)
     qos = qos or default_qos(facts, partition, account=account)
     job_qos = facts.qos_named(qos.lower())
@@ -387,24 +387,10 @@ def limits_in_partitions(facts: SiteFacts, demand: Demand) -> list[JobLimits]:
     """Returns the limits in each of a job's partitions, by each of its QOS; Slurm leaves out what is no partition."""
     # A reservation may bring a partition of its own.
     usual = [partition.name for partition in facts.partitions if partition.is_default and not demand.reservation]
-    names = [name for name in demand.partitions or usual if _record_of(facts, name)]
+    names = [name for name in demand.partitions or usual if facts.record(name)]
     # 24.11 and newer take several QOS: "short,long".
     every_qos = [name.strip() for name in demand.qos.split(",")]
     return [limits_of(facts, name, qos=qos, account=demand.account) for name in names for qos in every_qos]
-
-
-def _record_of(facts: SiteFacts, name: str) -> Mapping[str, str]:
-    """Returns scontrol's fields of a partition; where it did not answer, those that sinfo knows."""
-    known = next((partition for partition in facts.partitions if partition.name == name), None)
-    if facts.record(name) or known is None:
-        return facts.record(name)
-    times = {"MaxTime": known.max_time_min, "DefaultTime": known.default_time_min}
-    return {
-        "PartitionName": name,
-        "State": known.state.upper(),
-        "MaxNodes": str(known.max_nodes),
-        **{key: f"{time_min}:00" for key, time_min in times.items() if time_min is not None},
-    }
 
 
 def _obstacles_in(limits: JobLimits, demand: Demand) -> Iterator[Obstacle]:
