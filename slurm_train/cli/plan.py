@@ -161,21 +161,28 @@ class _JobPreview:
 
 def _preview_job(plan: RunPlan, commands: SlurmCommands, env: Mapping[str, str]) -> _JobPreview:
     """Returns the job that a submission would make: where Slurm refuses the chosen CPUs, it is one without them."""
-    from slurm_train.request.acceptance import without_chosen_cpus
+    from slurm_train.request.acceptance import acceptable_plans
     from slurm_train.request.batch_script import job_request
 
-    request = job_request(plan)
-    slurm = _ask_slurm(request, commands, env, plan)
-    bare = without_chosen_cpus(plan)
-    if bare is not None and slurm.get("is_accepted") is False:
-        bare_request = job_request(bare)
-        bare_slurm = _ask_slurm(bare_request, commands, env, bare)
-        if bare_slurm.get("is_accepted"):
-            plan = bare
-            request = bare_request
-            slurm = bare_slurm
-    slurm["topology"] = _topology(plan, slurm.get("nodelist", ""), commands)
-    return _JobPreview(plan=plan, script=request.text(), slurm=slurm)
+    previews: list[_JobPreview] = []
+
+    def ask(plans: Sequence[RunPlan]) -> _JobPreview:
+        (asked,) = plans
+        request = job_request(asked)
+        slurm = _ask_slurm(request, commands, env, asked)
+        preview = _JobPreview(plan=asked, script=request.text(), slurm=slurm)
+        previews.append(preview)
+        if slurm.get("is_accepted") is False:
+            raise ClusterError(slurm["says"], hint="the page says what to change")
+        return preview
+
+    try:
+        _, preview = acceptable_plans([plan], ask)
+    except ClusterError:
+        # What Slurm says of the job as it is.
+        preview = previews[0]
+    preview.slurm["topology"] = _topology(preview.plan, preview.slurm.get("nodelist", ""), commands)
+    return preview
 
 
 def _say_dependency(after: Sequence[str], plan: RunPlan, env: Mapping[str, str]) -> None:
