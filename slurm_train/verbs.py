@@ -498,6 +498,7 @@ The same command again starts what is missing, waits for what runs, and prints t
 """,
         is_tool=True,
     ),
+    "here": Verb("cli.here"),
     "supervise": Verb("cli.supervise"),
     "there": Verb("cli.on:answer_request"),
     "submit": Verb("cli.handles"),

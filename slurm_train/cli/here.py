@@ -17,14 +17,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from slurm_train.cli.logs import LogPrinter
 from slurm_train.cli.terminal import note
-from slurm_train.config.schema import RunConfig
+from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.formatting import count
 from slurm_train.plan.plan import describe
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
+from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.status.failure import find_failure
 from slurm_train.status.logs import choose_log
@@ -35,12 +37,19 @@ from slurm_train.tools.trackers import build_trackers
 _LOOK_S = 0.2
 
 
-def train_here(run: RunDirectory, config: RunConfig, *, world_size: int, env: Mapping[str, str]) -> int:
+def main(words: Sequence[str]) -> int:
+    """Trains one run of a sweep, which is ready on disk: `here RUN_DIR`."""
+    return train_here(RunDirectory(Path(words[0])), env=dict(os.environ))
+
+
+def train_here(run: RunDirectory, *, env: Mapping[str, str]) -> int:
     """Runs one attempt of a run that is on disk, prints what the terminal has not shown; returns the exit code.
 
     Raises:
         RunError: the run is active already.
     """
+    config = load_config(run.config)
+    world_size = PlanRecord.read(run.plan).world.size
     code = supervise_here(run, config, world_size=world_size, env=env, build_trackers=build_trackers)
     try:
         failure = find_failure(run, max(existing_attempts(run), default=0))
@@ -136,7 +145,7 @@ class _StopFlag:
 
 
 def train_each(sweep: SweepDirectory, elements: Sequence[Element], *, num_parallel: int, env: Mapping[str, str]) -> int:
-    """Trains runs that are on disk, so many at a time; returns 0, 1 if a run failed, 75 if it was asked to stop."""
+    """Trains runs that are ready on disk, so many at a time; returns 0, 1 if one failed, 75 if asked to stop."""
     waiting = list(elements)
     processes = dict[RunDirectory, subprocess.Popen[bytes]]()
     stop = _StopFlag()
@@ -185,7 +194,7 @@ def _stop_all(processes: Collection[subprocess.Popen[bytes]]) -> None:
 def _start(element: Element, *, shares_terminal: bool, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     run = element.run
     note(f"run {element.index}: {describe(element.overrides)}  {run.path}")
-    command = [sys.executable, "-m", "slurm_train", "resume", str(run.path)]
+    command = [sys.executable, "-m", "slurm_train", "here", str(run.path)]
     if not shares_terminal:
         # What a run prints on stdout is for people here; stdout is for data.
         return subprocess.Popen(command, env=dict(env), stdin=subprocess.DEVNULL, stdout=sys.stderr)

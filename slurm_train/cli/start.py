@@ -11,7 +11,6 @@ from slurm_train.code.job_python import with_absolute_python_path
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE
 from slurm_train.request.acceptance import salloc_words
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.start.start import Batch, Starter
 from slurm_train.status.activity import wait_for_runs
@@ -108,9 +107,7 @@ class Here:
         """See `Place`."""
         from slurm_train.cli.here import train_here
 
-        run = batch.elements[0].run
-        world_size = PlanRecord.read(run.plan).world.size
-        return train_here(run, batch.config, world_size=world_size, env=batch.start.env)
+        return train_here(batch.elements[0].run, env=batch.start.env)
 
 
 def wait_for_sweep(start: Starter, runs: list[RunDirectory], *, sweep_id: str) -> int:

@@ -118,8 +118,10 @@ def _arrays_of(
 
 
 def _opened(batch: Batch) -> Batch:
-    """Returns the runs of a sweep without a request to stop it."""
+    """Returns the runs of a sweep without a request to stop it, or one of them."""
     assert batch.sweep is not None
+    for element in batch.elements:
+        element.run.stop_file.unlink(missing_ok=True)
     batch.sweep.stop_file.unlink(missing_ok=True)
     remember_root(batch.sweep.place, batch.start.env)
     return batch
@@ -202,8 +204,6 @@ def sweep_as_written(
         code = None
         if source is not None:
             code = _replace_code(start, sweep, runs, source)
-        for run in runs:
-            run.stop_file.unlink(missing_ok=True)
         yield _opened(
             Batch(
                 start=start,
