@@ -13,13 +13,21 @@ import subprocess
 import sys
 import tokenize
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGE = "slurm_train"
+from tests.support.source_tree import (
+    PACKAGE,
+    REPOSITORY,
+    Rule,
+    Tree,
+    conditions_in,
+    package_tree,
+    room_of,
+    small_tree,
+    uses,
+)
 
 LAYERS = [
     {"formatting", "mounts"},
@@ -135,62 +143,6 @@ LAYOUT_TOKENS = (
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 )
-
-
-class Tree:
-    """A package on disk, parsed once.
-
-    Args:
-        root: the folder of the package, e.g. ".../slurm_train".
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.paths = {self._name(path): path for path in sorted(root.rglob("*.py"))}
-        self.parsed = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self.paths.items()}
-
-    def _name(self, path: Path) -> str:
-        words = path.relative_to(self.root).with_suffix("").parts
-        return ".".join(words[:-1] if len(words) > 1 and words[-1] == "__init__" else words)
-
-    def imports(self, module: str, *, lazy: bool = True) -> Iterator[str]:
-        """Yields the modules of the package that a module imports, also inside functions and for type checkers."""
-        nodes = ast.walk(self.parsed[module]) if lazy else self._eager(self.parsed[module])
-        for node in nodes:
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{module}: relative import"
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            else:
-                continue
-            yield from (own for name in names if (own := self._own(name)))
-
-    def _eager(self, tree: ast.Module) -> Iterator[ast.AST]:
-        """Yields what runs when the module is imported: no function bodies, no `if TYPE_CHECKING`."""
-        pending: list[ast.AST] = list(tree.body)
-        while pending:
-            node = pending.pop()
-            yield node
-            is_for_checkers = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-            if not is_for_checkers and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-                pending += ast.iter_child_nodes(node)
-
-    def _own(self, name: str) -> str | None:
-        words = name.split(".")
-        if words[0] != PACKAGE:
-            return None
-        while len(words) > 1:
-            if ".".join(words[1:]) in self.paths:
-                return ".".join(words[1:])
-            words.pop()
-        return "__init__"
-
-
-def room_of(module: str) -> str:
-    """Returns the folder of a module; each tool is a room of its own: "tools.devcluster"."""
-    words = module.split(".")
-    return ".".join(words[:2]) if words[0] == "tools" else words[0]
 
 
 def level_of(room: str) -> int | None:
@@ -317,15 +269,15 @@ def _first_command_word(node: ast.AST) -> str | None:
 
 
 def signal_handlers(tree: Tree) -> list[str]:
-    calls = _uses(tree, lambda node: isinstance(node, ast.Call) and ast.unparse(node.func) == "signal.signal")
+    calls = uses(tree, lambda node: isinstance(node, ast.Call) and ast.unparse(node.func) == "signal.signal")
     return [text for text in calls if text not in SIGNAL_HANDLERS]
 
 
 def environment_readers(tree: Tree) -> list[str]:
     words = ("os.environ", "os.getenv", "os.environb", "os.putenv")
-    uses = _uses(tree, lambda node: isinstance(node, ast.Attribute) and ast.unparse(node) in words)
+    readers = uses(tree, lambda node: isinstance(node, ast.Attribute) and ast.unparse(node) in words)
     return [
-        module for module in uses if not module.startswith(ENVIRONMENT_READERS) and module not in ENVIRONMENT_WRITERS
+        module for module in readers if not module.startswith(ENVIRONMENT_READERS) and module not in ENVIRONMENT_WRITERS
     ]
 
 
@@ -336,7 +288,7 @@ def mesh_makers(tree: Tree) -> list[str]:
     def makes(node: ast.AST) -> bool:
         return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in words
 
-    return [module for module in _uses(tree, makes) if module not in MESH_MAKERS]
+    return [module for module in uses(tree, makes) if module not in MESH_MAKERS]
 
 
 def heartbeat_readers(tree: Tree) -> list[str]:
@@ -345,18 +297,14 @@ def heartbeat_readers(tree: Tree) -> list[str]:
     def reads(node: ast.AST) -> bool:
         return isinstance(node, ast.ImportFrom) and any(alias.name == "read_beats" for alias in node.names)
 
-    modules = [module for module in _uses(tree, reads) if room_of(module) == "supervise"]
+    modules = [module for module in uses(tree, reads) if room_of(module) == "supervise"]
     return [module for module in modules if module not in HEARTBEAT_READERS]
 
 
 def removals_of_trees(tree: Tree) -> list[str]:
     """Uses of `shutil.rmtree` and its like, beside `rundir.removal`, which follows no link."""
     names = ("rmtree", "removedirs")
-    return _uses(tree, lambda node: isinstance(node, ast.Attribute) and node.attr in names)
-
-
-def _uses(tree: Tree, is_use: Callable[[ast.AST], bool]) -> list[str]:
-    return [module for module, parsed in tree.parsed.items() if any(is_use(node) for node in ast.walk(parsed))]
+    return uses(tree, lambda node: isinstance(node, ast.Attribute) and node.attr in names)
 
 
 def shells(tree: Tree) -> list[str]:
@@ -367,7 +315,7 @@ def shells(tree: Tree) -> list[str]:
             word.arg == "shell" and getattr(word.value, "value", True) for word in node.keywords
         )
 
-    return _uses(tree, is_shell)
+    return uses(tree, is_shell)
 
 
 def errors_without_hint(tree: Tree) -> list[str]:
@@ -430,7 +378,7 @@ def script_readers(tree: Tree) -> list[str]:
 
     return [
         module
-        for module in _uses(tree, lambda node: _file_read(node) in ("submit_script", "script") or knows_its_lines(node))
+        for module in uses(tree, lambda node: _file_read(node) in ("submit_script", "script") or knows_its_lines(node))
         if module != SCRIPT_PARSER
     ]
 
@@ -494,7 +442,7 @@ def run_starters(tree: Tree) -> list[str]:
     def starts(node: ast.AST) -> bool:
         return isinstance(node, ast.Call) and ast.unparse(node.func) in words
 
-    return [module for module in _uses(tree, starts) if module not in RUN_STARTERS]
+    return [module for module in uses(tree, starts) if module not in RUN_STARTERS]
 
 
 def questions_for_the_program(tree: Tree) -> list[str]:
@@ -508,21 +456,8 @@ def questions_for_the_program(tree: Tree) -> list[str]:
             for condition in conditions_in(node)
         )
 
-    modules = _uses(tree, asks)
+    modules = uses(tree, asks)
     return modules if len(modules) > MOST_ASKING_WHAT_RUNS else []
-
-
-def conditions_in(node: ast.AST) -> list[ast.expr]:
-    """Returns what a node decides by; `value or default` asks for a value and decides nothing."""
-    if isinstance(node, (ast.If, ast.IfExp, ast.While)):
-        return [node.test]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return [node.operand]
-    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
-        return node.values
-    if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
-        return [node.left]
-    return node.ifs if isinstance(node, ast.comprehension) else []
 
 
 def questions_for_the_cluster(tree: Tree) -> list[str]:
@@ -533,7 +468,7 @@ def questions_for_the_cluster(tree: Tree) -> list[str]:
             return False
         return ast.unparse(node.left).split(".")[-1] == "cluster" and ast.unparse(node.comparators[0]) == "None"
 
-    modules = _uses(tree, asks)
+    modules = uses(tree, asks)
     return modules if len(modules) > MOST_ASKING_FOR_CLUSTER else []
 
 
@@ -541,7 +476,7 @@ def vague_names(tree: Tree) -> list[str]:
     return [module for module in tree.paths if VAGUE_NAMES & set(module.split("."))]
 
 
-RULES: dict[str, Callable[[Tree], list[str]]] = {
+RULES: dict[str, Rule] = {
     "imports go down only": wrong_layers,
     "no import circles": circles,
     "a long function says why": long_functions,
@@ -565,17 +500,13 @@ RULES: dict[str, Callable[[Tree], list[str]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tree() -> Tree:
-    return Tree(REPOSITORY / PACKAGE)
-
-
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_the_rule_holds(rule: Callable[[Tree], list[str]], tree: Tree) -> None:
-    assert rule(tree) == []
+def test_the_rule_holds(rule: Rule) -> None:
+    assert rule(package_tree()) == []
 
 
-def test_the_login_half_imports_no_torch(tree: Tree) -> None:
+def test_the_login_half_imports_no_torch() -> None:
+    tree = package_tree()
     rooms = [module for module in tree.paths if room_of(module) in TORCH_FREE_ROOMS]
     missing = [module for module in TORCH_FREE_MODULES if module not in tree.paths]
     assert missing == []
@@ -608,7 +539,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return archive.namelist()
 
 
-def test_the_wheel_holds_the_package_its_configurations_and_templates(wheel: list[str], tree: Tree) -> None:
+def test_the_wheel_holds_the_package_its_configurations_and_templates(wheel: list[str]) -> None:
+    tree = package_tree()
     assert {f"{PACKAGE}/{path.relative_to(tree.root)}" for path in tree.paths.values()} <= set(wheel)
     for folder in ("conf", "sbatch_templates"):
         files = [path for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
@@ -730,30 +662,25 @@ BREACHES = [
     ("rule", "file", "text", "finding"), BREACHES, ids=[f"{rule}: {file}" for rule, file, _, _ in BREACHES]
 )
 def test_a_breach_is_found(rule: str, file: str, text: str, finding: str, tmp_path: Path) -> None:
-    root = tmp_path / PACKAGE
-    for folder in ("cli", "train", "models", "config", "slurm", "rundir", "launch", "supervise", "tools/doctor"):
-        (root / folder).mkdir(parents=True)
-        (root / folder / "__init__.py").write_text("")
-    (root / "__init__.py").write_text("")
-    (root / "config" / "y.py").write_text("def f(): pass\nfrom slurm_train.config import x\n")
-    path = root / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    found = RULES[rule](Tree(root))
+    # A package may be named by its folder alone.
+    folders = ("cli", "train", "config", "slurm", "rundir", "tools/doctor")
+    files = {f"{folder}/__init__.py": "" for folder in folders}
+    files |= {"__init__.py": "", "config/y.py": "def f(): pass\nfrom slurm_train.config import x\n"}
+    found = RULES[rule](small_tree(tmp_path, {**files, file: text}))
     assert any(text.startswith(finding) for text in found), found
 
 
 def test_a_clean_small_tree_has_no_breach(tmp_path: Path) -> None:
-    root = tmp_path / PACKAGE
-    (root / "slurm").mkdir(parents=True)
-    (root / "cli").mkdir()
-    (root / "errors.py").write_text("class E(Exception):\n    pass\n")
     long_function = 'def f():\n    """Returns 1.\n\n    Long because it is a table.\n    """\n' + "    x = 1\n" * 90
     wide_class = 'class A:\n    """Wide because it is a record."""\n' + "".join(f"    a{n}: int\n" for n in range(16))
-    (root / "slurm" / "large.py").write_text(long_function + wide_class)
-    (root / "slurm" / "commands.py").write_text("from slurm_train.errors import E\nargv = ['squeue', '-h']\n")
-    (root / "cli" / "a.py").write_text("import os\nfrom slurm_train.slurm import commands\nx = os.environ\n")
-    assert {name: rule(Tree(root)) for name, rule in RULES.items()} == {name: [] for name in RULES}
+    files = {
+        "errors.py": "class E(Exception):\n    pass\n",
+        "slurm/large.py": long_function + wide_class,
+        "slurm/commands.py": "from slurm_train.errors import E\nargv = ['squeue', '-h']\n",
+        "cli/a.py": "import os\nfrom slurm_train.slurm import commands\nx = os.environ\n",
+    }
+    tree = small_tree(tmp_path, files)
+    assert {name: rule(tree) for name, rule in RULES.items()} == {name: [] for name in RULES}
 
 
 def test_a_module_that_brings_torch_along_is_found() -> None:
@@ -769,12 +696,9 @@ def test_a_module_that_brings_torch_along_is_found() -> None:
         (questions_for_the_program, MOST_ASKING_WHAT_RUNS, "plan.config.script is not None"),
     ],
 )
-def test_one_module_too_many_that_asks_is_found(
-    questions: Callable[[Tree], list[str]], most: int, question: str, tmp_path: Path
-) -> None:
-    root = tmp_path / PACKAGE
-    (root / "plan").mkdir(parents=True)
-    for number in range(most + 1):
-        assert questions(Tree(root)) == []
-        (root / "plan" / f"m{number}.py").write_text(f"def f(config): return 1 if {question} else 0\n")
-    assert len(questions(Tree(root))) == most + 1
+def test_one_module_too_many_that_asks_is_found(questions: Rule, most: int, question: str, tmp_path: Path) -> None:
+    text = f"def f(config): return 1 if {question} else 0\n"
+    files = {f"plan/m{number}.py": text for number in range(most + 1)}
+    assert len(questions(small_tree(tmp_path, files))) == most + 1
+    files.popitem()
+    assert questions(small_tree(tmp_path / "fewer", files)) == []

@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.test_architecture import PACKAGE, REPOSITORY, Tree, room_of
+from tests.support.source_tree import (
+    PACKAGE,
+    REPOSITORY,
+    Rule,
+    Tree,
+    calls,
+    of_rooms,
+    package_tree,
+    room_of,
+    small_tree,
+)
 
 ROOMS = ("train", "evaluation", "session")
 # Outside of a run there is no RankRun.
 SPEAKERS = {"session.interface"}
 ENGINE = (*ROOMS, "data", "models", "distributed", "checkpoint", "adapters")
 # Public, one for each library.
-SAME_NAME = {"SessionCallback", "Place"}
+SAME_NAME = {"SessionCallback"}
 REPLACEMENTS = "### What is replaced in objects of others"
 # Switches that a library offers, and what belongs to the process.
 SETTINGS = ("torch.backends", "torch.utils.deterministic", "torch._inductor.config", "sys", "os")
@@ -28,16 +37,10 @@ OWN_DUNDERS = ("__cause__", "__file__", "__loader__")
 OF_A_RANK = {"session.rank_run", "train.context"}
 
 
-def of_rooms(tree: Tree, rooms: tuple[str, ...] = ROOMS) -> Iterator[tuple[str, ast.Module]]:
-    for module, parsed in tree.parsed.items():
-        if room_of(module) in rooms:
-            yield module, parsed
-
-
 def other_speakers(tree: Tree) -> list[str]:
     """Lines of rank 0 that do not go through `RankRun.say`."""
     found = []
-    for module, parsed in of_rooms(tree):
+    for module, parsed in of_rooms(tree, ROOMS):
         for node in ast.walk(parsed):
             is_own_way = isinstance(node, ast.FunctionDef) and node.name in ("_say", "_print")
             if isinstance(node, ast.If) and "is_first" in ast.unparse(node.test):
@@ -53,7 +56,7 @@ def other_speakers(tree: Tree) -> list[str]:
 def set_later(tree: Tree) -> list[str]:
     """What a rank knows that could be set after it was made."""
     found = []
-    for module, parsed in of_rooms(tree):
+    for module, parsed in of_rooms(tree, ROOMS):
         for node in ast.walk(parsed):
             targets = node.targets if isinstance(node, ast.Assign) else []
             for target in targets:
@@ -69,17 +72,17 @@ def set_later(tree: Tree) -> list[str]:
 def other_records(tree: Tree) -> list[str]:
     """What writes metrics.jsonl, or counts the times of steps, beside `session.progress`."""
     names = ("MetricsWriter", "StepTimes")
-    return [f"{module}:{call.lineno}" for module, call in calls(tree, names) if module != "session.progress"]
+    return [f"{module}:{call.lineno}" for module, call in calls(tree, names, ROOMS) if module != "session.progress"]
 
 
 def other_agreements(tree: Tree) -> list[str]:
     """Ways to agree on a stop beside the two carriers of `train.stops`, and a session's `should_stop`."""
     exchanges = ("gather", "all_reduce", "all_gather_object", "on_every_rank")
     found = []
-    for module, call in calls(tree, exchanges):
+    for module, call in calls(tree, exchanges, ROOMS):
         if "requested" in ast.unparse(call) and module not in ("train.stops", "session.calls"):
             found.append(f"{module}:{call.lineno}")
-    for module, parsed in of_rooms(tree):
+    for module, parsed in of_rooms(tree, ROOMS):
         for node in ast.walk(parsed):
             if isinstance(node, ast.Assign) and "is_agreed" in ast.unparse(node.targets[0]) and module != "train.stops":
                 found.append(f"{module}:{node.lineno}")
@@ -103,7 +106,7 @@ def asked_attributes(tree: Tree) -> list[str]:
     """Questions to a source by the names of attributes that it may have, beside `data.source.describe`."""
     names = {"lengths", "bytes_per_target", "encoding", "shards", "draws_at_random", "collates_at_random", "context"}
     found = []
-    for module, call in calls(tree, ("hasattr", "getattr"), rooms=("train", "data")):
+    for module, call in calls(tree, ("hasattr", "getattr"), ("train", "data")):
         asked = call.args[1].value if isinstance(call.args[1], ast.Constant) else None
         # A map-style data set is a user's own, and no source yet.
         if asked in names and module not in ("data.source", "data.mapstyle"):
@@ -216,15 +219,7 @@ def _changes_another(node: ast.AST, foreign: set[str]) -> bool:
     return False
 
 
-def calls(tree: Tree, names: tuple[str, ...], *, rooms: tuple[str, ...] = ROOMS) -> Iterator[tuple[str, ast.Call]]:
-    """Yields the calls of functions of these names."""
-    for module, parsed in of_rooms(tree, rooms):
-        for node in ast.walk(parsed):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in names:
-                yield module, node
-
-
-ROWS: dict[str, Callable[[Tree], list[str]]] = {
+ROWS: dict[str, Rule] = {
     "rank 0 speaks in one way": other_speakers,
     "what a rank knows is frozen": set_later,
     "one record of progress": other_records,
@@ -239,14 +234,9 @@ ROWS: dict[str, Callable[[Tree], list[str]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tree() -> Tree:
-    return Tree(REPOSITORY / PACKAGE)
-
-
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_the_row_is_met(row: Callable[[Tree], list[str]], tree: Tree) -> None:
-    assert row(tree) == []
+def test_the_row_is_met(row: Rule) -> None:
+    assert row(package_tree()) == []
 
 
 BREACHES = [
@@ -299,7 +289,4 @@ BREACHES = [
     ("row", "file", "text", "finding"), BREACHES, ids=[f"{row}: {file}" for row, file, _, _ in BREACHES]
 )
 def test_a_breach_is_found(row: str, file: str, text: str, finding: str, tmp_path: Path) -> None:
-    path = tmp_path / PACKAGE / file
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    assert ROWS[row](Tree(tmp_path / PACKAGE)) == [finding]
+    assert ROWS[row](small_tree(tmp_path, {file: text})) == [finding]

@@ -16,7 +16,7 @@ from slurm_train.start.start import Batch, Starter
 from slurm_train.status.activity import wait_for_runs
 
 
-class Place(Protocol):
+class Destination(Protocol):
     """Where runs are started."""
 
     def begin(self, batch: Batch) -> int | None:
@@ -36,27 +36,27 @@ def carry_out(preparing: AbstractContextManager[Batch]) -> int:
         SlurmTrainError: something is wrong with the site or one of the runs; nothing was written then.
     """
     with preparing as batch:
-        place: Place = MyAllocation()
+        destination: Destination = MyAllocation()
         if batch.config.is_submitted:
-            place = SlurmQueue()
+            destination = SlurmQueue()
         elif not batch.requests:
-            place = Here()
-        code = place.begin(batch)
-    return place.finish(batch) if code is None else code
+            destination = Here()
+        code = destination.begin(batch)
+    return destination.finish(batch) if code is None else code
 
 
 class SlurmQueue:
     """Slurm's queue; prints `<job id> <directory>` for each job."""
 
     def begin(self, batch: Batch) -> None:
-        """See `Place`."""
+        """See `Destination`."""
         for job_id in batch.submit():
             if batch.sweep is None:
                 note(_after_submission(batch.elements[0].run, is_as_written=batch.is_as_written))
             answer(f"{job_id} {batch.path}")
 
     def finish(self, batch: Batch) -> int:
-        """See `Place`."""
+        """See `Destination`."""
         batch.write_provenance()
         return EXIT_DONE
 
@@ -72,11 +72,11 @@ class MyAllocation:
     """An allocation that a person waits for: that of the shell's job, or else a new one."""
 
     def begin(self, batch: Batch) -> None:
-        """See `Place`."""
+        """See `Destination`."""
         batch.write_provenance()
 
     def finish(self, batch: Batch) -> int:
-        """See `Place`."""
+        """See `Destination`."""
         from slurm_train.cli.here import attend
 
         ((run, request),) = batch.requests
@@ -93,7 +93,7 @@ class Here:
     """This machine."""
 
     def begin(self, batch: Batch) -> int | None:
-        """See `Place`."""
+        """See `Destination`."""
         batch.write_provenance()
         if batch.sweep is None:
             return None
@@ -104,7 +104,7 @@ class Here:
         return train_each(batch.sweep, batch.elements, num_parallel=num_parallel, env=batch.start.env)
 
     def finish(self, batch: Batch) -> int:
-        """See `Place`."""
+        """See `Destination`."""
         from slurm_train.cli.here import train_here
 
         return train_here(batch.elements[0].run, env=batch.start.env)
