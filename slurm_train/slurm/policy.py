@@ -76,12 +76,8 @@ class Partition:
     is_default: bool
     state: str
     """ "up", "down", "drain" or "inact": only "up" starts jobs."""
-    max_nodes: int | None
-    """Nodes that one job may have; None if unlimited."""
     min_nodes: int = 1
     """Nodes that one job must have."""
-    max_time_min: int | None
-    """Longest time limit in minutes; None if unlimited."""
     default_time_min: int | None
     """Time limit of a job that asks for none; None if the longest."""
     groups: tuple[NodeGroup, ...]
@@ -125,7 +121,7 @@ def parse_sinfo(text: str) -> list[Partition]:
         )
     partitions = []
     for name, lines in rows.items():
-        _, starred, state, _, job_size, max_time, default_time, *_ = lines[0]
+        _, starred, state, _, job_size, _, default_time, *_ = lines[0]
         fewest, _, most = job_size.rpartition("-")
         groups = list[NodeGroup]()
         for _, _, _, num_nodes, *_, gres, cpus, threads, memory, node_state in lines:
@@ -146,9 +142,7 @@ def parse_sinfo(text: str) -> list[Partition]:
                 name=name,
                 is_default=starred == f"{name}*",
                 state=state,
-                max_nodes=_count(most),
                 min_nodes=_count(fewest or most) or 1,
-                max_time_min=time_limit_min(max_time),
                 default_time_min=time_limit_min(default_time),
                 groups=tuple(groups),
             )

@@ -32,8 +32,6 @@ def four_by_eight() -> Partition:
         name="main",
         is_default=True,
         state="up",
-        max_nodes=None,
-        max_time_min=1440,
         default_time_min=60,
         groups=(nodes,),
     )

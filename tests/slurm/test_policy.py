@@ -42,12 +42,10 @@ def test_recorded_cluster_of_mixed_nodes(recorded: Callable[[str], str]) -> None
         name="mixed",
         is_default=False,
         state="up",
-        max_nodes=3,
-        max_time_min=None,
         default_time_min=None,
         groups=(group(2, 4, "a100", 64, 64000, "down~"), group(4, 8, "", 16, 64000, "idle~")),
     )
-    assert (closed.state, closed.max_time_min) == ("down", 60)
+    assert closed.state == "down"
 
 
 def test_nodes_that_differ_within_a_line_count_as_the_smallest() -> None:

@@ -109,20 +109,20 @@ def test_states_of_nodes() -> None:
 
 # The words of sinfo for job size, CPUs and memory: sizes of 1,024 and more get a suffix.
 COUNTS = [
-    ("1-infinite", "64", "512000", (None, 64, 512000)),
-    ("1-4", "64+", "512000+", (4, 64, 512000)),
+    ("1-infinite", "64", "512000", (1, 64, 512000)),
+    ("1-4", "64+", "512000+", (1, 64, 512000)),
     ("4", "1K", "4000000", (4, 1024, 4000000)),
-    ("1-1K", "128", "1", (1024, 128, 1)),
-    ("1-1.50K", "1.50K", "1", (1536, 1536, 1)),
-    ("2-2.00K", "1K+", "1", (2048, 1024, 1)),
-    ("n/a", "0", "0", (None, 0, 0)),
+    ("1K-2K", "128", "1", (1024, 128, 1)),
+    ("1.50K", "1.50K", "1", (1536, 1536, 1)),
+    ("2.00K-infinite", "1K+", "1", (2048, 1024, 1)),
+    ("n/a", "0", "0", (1, 0, 0)),
 ]
 
 
 @pytest.mark.parametrize(("size", "cpus", "memory", "values"), COUNTS)
-def test_counts_of_sinfo(size: str, cpus: str, memory: str, values: tuple[int | None, int, int]) -> None:
+def test_counts_of_sinfo(size: str, cpus: str, memory: str, values: tuple[int, int, int]) -> None:
     (partition,) = parse_sinfo(f"p|p|up|3|{size}|infinite|n/a|(null)|{cpus}|1|{memory}|idle\n")
-    assert (partition.max_nodes, partition.cpus_per_node, partition.groups[0].memory_per_node_mb) == values
+    assert (partition.min_nodes, partition.cpus_per_node, partition.groups[0].memory_per_node_mb) == values
 
 
 DURATIONS = {

@@ -107,8 +107,9 @@ def test_limits_of_a_partitions_qos_go_into_the_file_and_so_do_the_names_that_it
 
 def test_a_site_without_gpus_runs_on_cpus() -> None:
     partition = nodes_of("2/(null)|64|256000")
-    other = replace(partition, name="q", is_default=True, max_time_min=60)
-    site = build_profile(SiteFacts(partitions=[replace(partition, is_default=False), other]), {})
+    other = replace(partition, name="q", is_default=True)
+    records = [{"PartitionName": "q", "MaxTime": "01:00:00"}]
+    site = build_profile(SiteFacts(partitions=[replace(partition, is_default=False), other], records=records), {})
     assert site.cluster == {"partition": "q", "gpu_flag": "none"}
     assert site.partitions["q"].cluster == {"time_limit_min": 60}
     closed = SiteFacts(partitions=[replace(other, state="down"), replace(other, groups=())])
