@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slurm_train.formatting import ranges
+from slurm_train.slurm.records import NO_STEP
 
 # The rows of these names decide more than their columns say: which log is read for it, whether a node was lost.
 NODE_FAILURE = "node_failure"
@@ -56,7 +57,7 @@ class Kind:
 
 KINDS: tuple[Kind, ...] = (
     Kind(NODE_FAILURE, "^node failure on "),
-    Kind(NOT_CREATED, "^Unable to create step"),
+    Kind(NOT_CREATED, f"^{NO_STEP}"),
     # The end of a rank that does not handle the warning before the time limit: a script as it is.
     Kind(WARNED, "User defined signal 2"),
     Kind(KILLED, "^Killed$"),

@@ -426,6 +426,9 @@ _STEP_ERRORS = (
     # Also in the supervisor's own line, where the nodes could not be asked.
     rf"(?m)\bsrun: error: ({NO_STEP} for job [^;\n]+)",
 )
+_STARTED_NOTHING = re.compile(
+    rf"{NO_STEP}|srun: fatal: |srun: error: (?:Unable to (?:allocate|confirm|create)|Invalid |Unable to initialize)"
+)
 # An error of srun, or what its reader of options says, e.g. "unrecognized option '--cpu-bnd=none'".
 _OWN_WORDS = re.compile(r"^srun: (?:(?:error|fatal): +(.+)|((?:unrecognized |invalid )?option .+))$", re.MULTILINE)
 _LONGEST_WORDS = 300
@@ -512,6 +515,11 @@ def violent_end(text: str) -> TaskEnd | None:
     if end is not None and end.words == "Killed" and re.search(r"oom[-_ ]kill", text):
         return TaskEnd(end.tasks, end.node, "Out Of Memory")
     return end
+
+
+def has_started_nothing(text: str) -> bool:
+    """Returns whether srun says that it has started nothing on any node."""
+    return _STARTED_NOTHING.search(text) is not None
 
 
 def own_words(text: str) -> str:

@@ -7,7 +7,6 @@ wait for it until a time-out. While Slurm's controller is away no node answers, 
 
 from __future__ import annotations
 
-import re
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +19,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import compact_nodelist, het_job_ids, parse_nodelist
 from slurm_train.slurm.commands import Finished, is_away, run_program
 from slurm_train.slurm.job_variables import helper_environment
-from slurm_train.slurm.records import NO_STEP
+from slurm_train.slurm.records import NO_STEP, has_started_nothing
 
 _TIMEOUT_S = 25.0
 _ASKED_DIRECTLY_S = 5.0
@@ -31,10 +30,6 @@ _REFUSED_S = 30.0
 """While it makes no step: after its restart it may not have freed the cores and memory of the step before."""
 _LATE_S = 12
 """How long a node may take to see the file of an attempt, which exists before the node is asked."""
-# srun has started nothing on any node, so nothing is known of the nodes.
-_NOT_CREATED = re.compile(
-    rf"{NO_STEP}|srun: fatal: |srun: error: (?:Unable to (?:allocate|confirm|create)|Invalid |Unable to initialize)"
-)
 # Answer of a node -> what it does not do, code of the finding, what to do.
 _PROBLEMS = {
     "blind": (
@@ -85,7 +80,7 @@ def require_seen_by_all(
             nodes=stale,
             hint="the path is not shared, or its cache is late: compare `findmnt -T` of it on the nodes",
         )
-    if not answers and _NOT_CREATED.search(complaint):
+    if not answers and has_started_nothing(complaint):
         # A fatal error of srun is about its arguments, which are the same next time.
         kind = NodesError if "srun: fatal:" in complaint else SilentNodesError
         raise kind(
@@ -115,8 +110,8 @@ def silent_nodes(run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str]
         # srun asks a few nodes directly, and many through a tree of nodes, where a lost node delays those behind it.
         timeout_s = _ASKED_DIRECTLY_S if len(silent) <= _FEW else _TIMEOUT_S
         answers, complaint = _ask(run, silent, env, newest=run.config.name, timeout_s=timeout_s, retry_s=0.0)
-        was_not_asked = _NOT_CREATED.search(complaint) is not None
-        if not answers and (was_not_asked or len(silent) == len(nodes)):
+        # Nothing is known of nodes that were not asked.
+        if not answers and (has_started_nothing(complaint) or len(silent) == len(nodes)):
             return []
         silent = [node for node in silent if node not in answers]
         if not silent:
@@ -153,7 +148,7 @@ def _ask(
 def _complaint(errors: str) -> str:
     """Returns the error of srun for the end of a message: why it made no step, else its last line."""
     lines = plain(errors).strip().splitlines()
-    reasons = [line for line in lines if _NOT_CREATED.search(line)]
+    reasons = [line for line in lines if has_started_nothing(line)]
     return f"; it said: {(reasons or lines)[-1].strip()}" if lines else ""
 
 
