@@ -43,7 +43,7 @@ class Leaf(NamedTuple):
     kind: str
     """Number type and shape, e.g. "float32[3,16]", or "a value"."""
     num_bytes: int = 0
-    """Of a whole tensor."""
+    """Of the whole tensor."""
     shards: str = ""
     """How it is cut, "" where each rank that has the name holds all of it."""
 
@@ -116,7 +116,7 @@ class Division:
                 part[name] = part[name]._replace(num_bytes=0)
         if not self._is_same_everywhere(held):
             self._agreed = None
-            self._agreed = self._compare(held)
+            self._agreed = self._compare(held, copies=copies_of_shards(state, rank=rank_in(self._group)))
             self._held = held
         assert self._agreed is not None
         return self._agreed
@@ -139,7 +139,7 @@ class Division:
             dist.all_reduce(is_same, op=dist.ReduceOp.MIN, group=self._group)
         return bool(is_same.item())
 
-    def _compare(self, held: Holdings) -> Agreement:
+    def _compare(self, held: Holdings, *, copies: Mapping[str, tuple[int, ...]] | None = None) -> Agreement:
         digests = {part: _digest(leaves) for part, leaves in held.items()}
         answers = on_every_rank(self._group, lambda: (self._stage, digests))
         parts = sorted({part for _, of_rank in answers for part in of_rank})
@@ -148,7 +148,7 @@ class Division:
             digests_of_part = [of_rank.get(part, "") for _, of_rank in answers]
             variants[part] = self._variants_of(part, held, digests_of_part)
         require_savable(variants, stages=[stage for stage, _ in answers])
-        return divide(variants, rank=rank_in(self._group))
+        return divide(variants, rank=rank_in(self._group), copies=copies)
 
     def _variants_of(self, part: str, held: Holdings, digests: Sequence[str]) -> list[Variant]:
         """Returns what the ranks hold of a part; what all hold alike is not sent."""
@@ -199,13 +199,21 @@ def require_savable(variants: Mapping[str, Sequence[Variant]], *, stages: Sequen
         )
 
 
-def divide(variants: Mapping[str, Sequence[Variant]], *, rank: int) -> Agreement:
-    """Returns what one rank writes of what all ranks hold: each whole tensor is one rank's, shards stay everywhere.
+def divide(
+    variants: Mapping[str, Sequence[Variant]], *, rank: int, copies: Mapping[str, tuple[int, ...]] | None = None
+) -> Agreement:
+    """Returns what one rank writes of what all ranks hold: each whole tensor, and each shard, is one rank's.
 
-    Large tensors are spread over the ranks that hold them. Small tensors and values are the first such rank's: who
-    loads opens the file of each rank that has written something it needs, and everybody needs them, e.g. the
-    optimizer's count of steps for each parameter.
+    Large tensors are spread over the ranks that hold them, and shards over those that hold the same ones. Small tensors
+    and values are the first such rank's: who loads opens the file of each rank that has written something it needs, and
+    everybody needs them, e.g. the optimizer's count of steps for each parameter.
+
+    Args:
+        variants: of each part.
+        rank: number of the one.
+        copies: what `copies_of_shards` gave on it; None where no shard has a copy.
     """
+    copies = copies or {}
     kinds: dict[str, str] = {}
     written_here: set[str] = set()
     held: set[str] = set()
@@ -218,6 +226,9 @@ def divide(variants: Mapping[str, Sequence[Variant]], *, rank: int) -> Agreement
             whole = {name: leaf for name, leaf in leaves.items() if not leaf.shards}
             held |= whole.keys()
             large[holders] |= {name: leaf.num_bytes for name, leaf in whole.items() if leaf.num_bytes > _SMALL}
+            for name in leaves.keys() & copies.keys():
+                held.add(name)
+                large[tuple(sorted(set(copies[name]).intersection(holders)))][name] = leaves[name].num_bytes
             if rank == holders[0]:
                 written_here |= {name for name, leaf in whole.items() if leaf.num_bytes <= _SMALL}
     for holders, sizes in large.items():
@@ -243,6 +254,29 @@ def share_of(sizes: Mapping[str, int], *, rank: int, num_ranks: int) -> set[str]
     return share
 
 
+def copies_of_shards(state: Mapping[str, Any], *, rank: int) -> dict[str, tuple[int, ...]]:
+    """Returns the ranks that hold the same part of a tensor as this one, by full name; of tensors that are cut.
+
+    A tensor that is cut along one axis of its mesh and copied along another (HSDP) has each shard several times.
+
+    Args:
+        state: see `Division.agree`.
+        rank: this rank's number among those that save together; the others are counted from it.
+    """
+    copies: dict[str, tuple[int, ...]] = {}
+    for path, value in leaves_of(state):
+        placements = () if type(value) in (Tensor, nn.Parameter) else getattr(value, "placements", ())
+        if placements:
+            mesh: Any = value.device_mesh
+            index = [
+                slice(None) if placement.is_replicate() else place
+                for placement, place in zip(placements, mesh.get_coordinate(), strict=True)
+            ]
+            holders = mesh.mesh[tuple(index)].flatten().tolist()
+            copies[full_name(path)] = tuple(holder - mesh.get_rank() + rank for holder in sorted(holders))
+    return copies
+
+
 def own_part(state: dict[str, Any], agreed: Agreement) -> dict[str, Any]:
     """Gives the part of a training state that this rank has to save, so that it copies no more than it writes."""
     return filtered(state, lambda name: name not in agreed.left_out) if agreed.left_out else state
@@ -252,7 +286,7 @@ def part_if_alike(state: dict[str, Any], *, rank: int, num_ranks: int) -> dict[s
     """Gives that part without asking the ranks: right where all of them hold the same names."""
     alike = tuple(range(num_ranks))
     held = {part: [Variant(alike, leaves)] for part, leaves in describe(state).items()}
-    return own_part(state, divide(held, rank=rank))
+    return own_part(state, divide(held, rank=rank, copies=copies_of_shards(state, rank=rank)))
 
 
 def own_tensors(model: nn.Module, optimizers: Optimizers, *, rank: int, num_ranks: int) -> list[Tensor]:
@@ -287,7 +321,7 @@ def _leaf_of(value: Any) -> Leaf:
     placements = () if type(value) in (Tensor, nn.Parameter) else getattr(value, "placements", ())
     if not placements:
         return Leaf(kind, num_bytes=value.nbytes)
-    return Leaf(kind, shards=f"cut {tuple(placements)}")
+    return Leaf(kind, num_bytes=value.nbytes, shards=f"cut {tuple(placements)}")
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +24,7 @@ from slurm_train.checkpoint.tree import merge_state
 from slurm_train.errors import RunError
 from tests.fakes.thread_peers import ThreadPeers, on_threads
 from tests.support.divided_states import examples, problems_of
+from tests.support.warm_ranks import run_alone
 
 BIG, SMALL, VALUE = Leaf("float32[400]", 1600), Leaf("int64[]", 8), Leaf("a value")
 
@@ -81,6 +85,57 @@ def test_buffers_that_the_first_step_has_made_otherwise_on_a_rank_are_refused(
     assert check([of_ranks[0]] * 2, (0, 0)) == [None, None]
     # Stages of a pipeline have layers of their own.
     assert check([{"queue": torch.zeros(2)}, {}], (0, 1)) == [None, None]
+
+
+# In a process of its own: a pretended world must not meet another test's group.
+SHARDS_WITH_COPIES = """
+import json, os, sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from slurm_train.checkpoint.division import own_tensors, part_if_alike
+from slurm_train.checkpoint.state import local_part, training_state
+from slurm_train.checkpoint.tree import full_name, leaves_of
+from slurm_train.models.gpt import GPT
+
+def tensors_of(state):
+    return {full_name(path): value for path, value in leaves_of(state) if isinstance(value, torch.Tensor)}
+
+def bytes_of(tensors):
+    return sum(local_part(tensor).nbytes for tensor in tensors)
+
+# torch keeps the first mesh of its kind for the life of a process.
+rank = next((rank for rank in range(3) if os.fork() == 0), 3)
+dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+torch.manual_seed(0)
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "shard"))
+model = GPT(vocab_size=64, context=16, num_layers=2, num_heads=2, width=32, tied=False)
+for part in (*model.blocks, model):
+    fully_shard(part, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters())
+training_state(model, optimizer)
+state = training_state(model, optimizer)
+part = tensors_of(part_if_alike(state, rank=rank, num_ranks=4))
+assert bytes_of(own_tensors(model, optimizer, rank=rank, num_ranks=4)) == bytes_of(part.values())
+is_cut = {name: hasattr(tensor, "placements") for name, tensor in tensors_of(state).items()}
+with open(sys.argv[1] + f"/{rank}.json", "w") as file:
+    json.dump([is_cut, list(part), bytes_of(tensors_of(state).values()), bytes_of(part.values())], file)
+if rank == 3:
+    for _ in range(3):
+        os.wait()
+"""
+
+
+def test_a_shard_with_copies_is_copied_to_the_host_and_written_by_one_of_their_ranks(tmp_path: Path) -> None:
+    run_alone(tmp_path, SHARDS_WITH_COPIES, str(tmp_path))
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    for name, is_cut in ranks[0][0].items():
+        # Ranks 0 and 2 have the same shards, and 1 and 3.
+        for holders in ((0, 2), (1, 3)) if is_cut else (range(4),):
+            assert sum(name in ranks[rank][1] for rank in holders) == 1, name
+    for _, _, held, staged in ranks:
+        assert staged == pytest.approx(held / 2, rel=0.1)
 
 
 @pytest.mark.parametrize("leaf", [BIG, SMALL])
