@@ -7,13 +7,14 @@ hours. The error path is traceback, flush, `os._exit`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ from slurm_train.slurm.devices import installed_gpus, visible_gpus
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+# How the descriptions of groups of a mesh begin.
+_MESH_GROUP = "mesh_"
 _NUM_TRIED_VALUES = 1 << 18
 # Graphics of a Mac: ranks use the CPU there, as on any machine without a GPU for training.
 _ALSO_WITHOUT_GPU = ("cuda", "mps")
@@ -218,6 +221,32 @@ def open_side_group(timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
+def open_axis(groups: Iterable[Sequence[int]], *, name: str, on_host: bool = False) -> dist.ProcessGroup:
+    """Returns the group of those ranks that this one is among. Collective over all ranks.
+
+    A group that is bound to its GPU is split, in one call for all parts. From torch 2.13 on it is split without gloo,
+    which would connect the ranks once more for each axis, and be given NCCL's options.
+
+    Args:
+        groups: numbers of ranks; each rank is in one of them.
+        name: of the axis.
+        on_host: tensors on the host are exchanged as well.
+    """
+    parts = [list(ranks) for ranks in groups]
+    world: Any = dist.group.WORLD
+    if len(parts) == 1:
+        return world  # type: ignore[no-any-return]
+    description = f"{_MESH_GROUP}{name}"
+    if getattr(world, "bound_device_id", None) is not None:
+        takes_backend = "backend" in inspect.signature(dist.split_group).parameters
+        options: dict[str, Any] = {"backend": "cuda:nccl"} if takes_backend and not on_host else {}
+        split: Any = dist.split_group(split_ranks=parts, group_desc=description, **options)
+        return split  # type: ignore[no-any-return]
+    opened = [dist.new_group(ranks, group_desc=description) for ranks in parts]
+    (own,) = (group for group in opened if isinstance(group, dist.ProcessGroup))
+    return own
+
+
 def exchange_once(place: RankPlace, *, device: torch.device, timeout_s: float) -> None:
     """Adds up a mebibyte over all ranks, with a time-out of its own. Collective over all ranks.
 
@@ -249,12 +278,12 @@ def exchange_once(place: RankPlace, *, device: torch.device, timeout_s: float) -
 
 
 def use_timeout(timeout_s: float) -> None:
-    """Sets the time-out of later collectives of the default group and of a mesh's groups, which torch gives its own."""
+    """Sets the time-out of later collectives of the default group and of those of a mesh's axes."""
     # Private in torch up to 2.14, and the only way to change it without other groups.
     set_timeout = getattr(dist, "set_timeout", None) or getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if set_timeout is not None:
         for group in list(dist.distributed_c10d._world.pg_map):
-            if group.group_desc.startswith(("default_pg", "mesh_")):
+            if group.group_desc.startswith(("default_pg", _MESH_GROUP)):
                 set_timeout(timedelta(seconds=timeout_s), group)
 
 

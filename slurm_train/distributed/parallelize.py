@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from slurm_train.config.parallel import AXES, ParallelLayout
+from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.float8 import float8_styles, gather_in_float8, is_float8
-from slurm_train.distributed.group import torch_release
+from slurm_train.distributed.group import open_axis, torch_release
 from slurm_train.distributed.pipeline import PassThrough, model_plan
 from slurm_train.distributed.sequence import POSITIONS_DIM, share_context
 from slurm_train.errors import ConfigError
@@ -39,33 +39,60 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
+SHARD = "shard"
+"""The axis of a mesh that parameters are sharded over."""
 _BY_IDS = "vocabulary"
 _POSITIONS_GROUP = "_positions_group"
 _REDUCING_GROUPS = "_reducing_groups"
-# Of so many equal blocks: GPT-2's 12 are one graph, those of Llama 3 8B are not.
+# Of so many equal blocks: GPT-2's 12 are one graph on one GPU, those of Llama 3 8B are not.
 _DEEP = 24
+# DDP has torch cut a graph at every bucket and compile each piece by itself.
+_DEEP_IN_DDP = 4
 _OWN_METHODS = ("training_loss", "evaluation_sums")
 
 
-def build_mesh(layout: ParallelLayout, *, device: torch.device) -> DeviceMesh:
-    """Returns the mesh of all ranks, with every axis of `AXES` by name, those of degree one too. Collective.
+def build_mesh(layout: ParallelLayout, *, device: torch.device, offloads: bool = False) -> DeviceMesh:
+    """Returns the mesh of all ranks over the axes that parameters lie along. Collective over all ranks.
+
+    An axis of degree one exchanges nothing and is left out. Those that shards lie along, `dp_shard` and `cp`, are one,
+    "shard". It is there with degree one, too, where parameters are only copied along `dp_replicate`: FSDP asks for it.
 
     Args:
         layout: the degrees; rank numbers run through the last axis first, as torch lays a mesh out.
         device: this rank's; its kind decides what carries the exchanges.
+        offloads: shards are kept in host memory, so an optimizer may exchange there.
     """
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
 
-    return init_device_mesh(device.type, layout.degrees, mesh_dim_names=AXES)
+    degrees = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, SHARD: layout.shard_size, "tp": layout.tp}
+    copies_alone = layout.shard_size == 1 and (layout.reducing_size > 1 or layout.world_size == 1)
+    axes = {name: degree for name, degree in degrees.items() if degree > 1 or (name == SHARD and copies_alone)}
+    groups = []
+    for name in axes:
+        members = ("dp_shard", "cp") if name == SHARD else (name,)
+        groups.append(open_axis(layout.groups(members), name=name, on_host=offloads))
+    ranks = torch.arange(layout.world_size).view(tuple(axes.values()))
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(axes))
+
+
+def context_mesh(mesh: DeviceMesh, layout: ParallelLayout) -> DeviceMesh:
+    """Returns the mesh of the ranks that share a sequence. Collective over all ranks.
+
+    Args:
+        mesh: what `build_mesh` gave.
+        layout: the degrees, with `cp` above one.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if layout.dp_shard == 1:
+        return mesh[SHARD]
+    group = open_axis(layout.groups(("cp",)), name="cp")
+    return DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("cp",))
 
 
 def sharding_mesh(mesh: DeviceMesh, layout: ParallelLayout) -> DeviceMesh:
-    """Returns the axes that parameters are sharded over, behind the one that copies of them lie along. Collective."""
-    axis = "cp" if layout.dp_shard == 1 < layout.cp else "dp_shard"
-    if layout.dp_shard > 1 and layout.cp > 1:
-        axis = "shard"
-        mesh["dp_shard", "cp"]._flatten(axis)
-    return mesh[axis] if layout.dp_replicate == 1 else mesh["dp_replicate", axis]
+    """Returns the axes that parameters are sharded over, behind the one that copies of them lie along."""
+    return mesh[SHARD] if layout.dp_replicate == 1 else mesh["dp_replicate", SHARD]
 
 
 def parallelize(
@@ -99,9 +126,9 @@ def parallelize(
         require_equal_parts(model, tp=layout.tp)
         cut_matrices(model, mesh=mesh, layout=layout, roots=roots, splits_positions=settings.sequence_parallel)
     if layout.cp > 1:
-        share_context(model, roots=roots, mesh=mesh["cp"])
+        share_context(model, roots=roots, mesh=context_mesh(mesh, layout))
     if settings.async_tp:
-        overlap_exchanges(mesh.device_type, compiles=compiles)
+        overlap_exchanges(mesh["tp"], compiles=compiles)
     prepare_blocks(model, settings=settings, compiles=compiles, has_parts=layout.tp > 1)
     if layout.reducing_size > 1:
         if gathers_float8:
@@ -109,16 +136,17 @@ def parallelize(
         shard(model, layout=layout, mesh=mesh, roots=roots, settings=settings)
 
 
-def overlap_exchanges(kind: str, *, compiles: bool) -> None:
+def overlap_exchanges(mesh: DeviceMesh, *, compiles: bool) -> None:
     """Lets compiled blocks overlap the exchanges of `tp` with their matrix products (asynchronous tensor parallelism).
 
     Args:
-        kind: of device.
+        mesh: the `tp` axis.
         compiles: whether blocks are compiled.
 
     Raises:
         ConfigError: they are not, or there is no memory that GPUs share.
     """
+    kind = mesh.device_type
     if kind != "cuda" or not compiles:
         device = f"a device of type {kind}" + ("" if compiles else ", where blocks are not compiled")
         raise ConfigError(
@@ -126,9 +154,14 @@ def overlap_exchanges(kind: str, *, compiles: bool) -> None:
             hint="leave parallel.async_tp out; it is for compiled blocks on GPUs",
         )
     import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    # Its only switch, which torchtitan sets as well (torch 2.13).
     torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # Since 2.11 torch says that nobody needs to call this. What overlaps them passes over any group for which it
+        # was not called, all the same (2.7 to 2.14).
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def cut_matrices(
@@ -297,14 +330,14 @@ def require_equal_parts(model: nn.Module, *, tp: int) -> None:
             )
 
 
-def is_deep(model: nn.Module) -> bool:
+def is_deep(model: nn.Module, *, num_replicas: int) -> bool:
     """Returns whether a whole replica is compiled block by block: equal blocks are one graph then.
 
     A graph of the whole model has all of its blocks one after the other, and torch compiles each of them anew. Fewer
-    blocks are fused with what is around them.
+    blocks are fused with what is around them. With several replicas that ends at the buckets of DDP in any case.
     """
     kinds = Counter(map(type, units(model)))
-    return max(kinds.values(), default=0) >= _DEEP
+    return max(kinds.values(), default=0) >= (_DEEP if num_replicas == 1 else _DEEP_IN_DDP)
 
 
 def require_blocks(model: nn.Module, *, settings: ParallelSection) -> None:

@@ -60,7 +60,7 @@ def _prepare_replica(rank: Rank, built: Built) -> Parts:
     fill([model], first_values(model), device=rank.device, progress=partial(rank.heartbeat.mark, "start"))
     # Built again: whether the update is fused depends on the device.
     optimizer = build_optimizer(model, optim=config.optim)
-    by_blocks = rank.compiles and is_deep(model)
+    by_blocks = rank.compiles and is_deep(model, num_replicas=rank.place.world_size)
     if by_blocks or config.parallel.activation_checkpointing != "none":
         prepare_blocks(model, settings=config.parallel, compiles=by_blocks)
     if config.ddp.find_unused_parameters:
@@ -81,7 +81,7 @@ def _prepare_shards(rank: Rank, built: Built) -> Parts:
     config = rank.config
     layout = rank.layout
     values = first_values(model)
-    mesh = build_mesh(layout, device=rank.device)
+    mesh = build_mesh(layout, device=rank.device, offloads=config.parallel.cpu_offload)
     gathers_half = gathers_in_bfloat16(model, layout=layout, settings=config.parallel, autocast=rank.autocast)
     inputs = build_inputs(rank, gathers_half=gathers_half, casts_shards=gathers_half and not has_own_loss(model))
     settings = replace(config.parallel, gather_dtype="bfloat16" if gathers_half else "float32")

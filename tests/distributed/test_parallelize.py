@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -24,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.float8 import to_float8
+from slurm_train.distributed.group import open_axis
 from slurm_train.distributed.parallelize import (
     gathers_in_bfloat16,
     is_deep,
@@ -49,42 +52,74 @@ import json, sys
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from slurm_train.config.parallel import AXES, ParallelLayout
-from slurm_train.distributed.parallelize import build_mesh, sharding_mesh
+from slurm_train.distributed.parallelize import build_mesh, context_mesh, sharding_mesh
 
 degrees, ranks = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 layout = ParallelLayout(**degrees)
+shards = ("dp_shard", "cp")
+opened = []
 for rank in ranks:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     mesh = build_mesh(layout, device=torch.device("cpu"))
-    assert tuple(mesh.get_coordinate()) == tuple(layout.coordinates(rank)), rank
-    for axis in AXES:
-        assert tuple(mesh[axis].mesh.tolist()) == layout.members((axis,), rank), (rank, axis)
-        assert dist.get_process_group_ranks(mesh[axis].get_group()) == list(layout.members((axis,), rank))
-    both = mesh["dp_replicate", "dp_shard"].mesh.flatten().tolist()
-    assert tuple(both) == layout.members(("dp_replicate", "dp_shard"), rank)
-    over = [axis for axis in ("dp_replicate", "dp_shard", "cp") if axis != "dp_replicate" or layout.dp_replicate > 1]
-    assert sorted(sharding_mesh(mesh, layout).mesh.flatten().tolist()) == list(layout.members(over, rank))
+    meshes = {(name,) if name != "shard" else shards: mesh[name] for name in mesh.mesh_dim_names}
+    if layout.cp > 1:
+        meshes["cp",] = context_mesh(mesh, layout)
+    for axes, along in meshes.items():
+        members = layout.members(axes, rank)
+        assert tuple(along.mesh.tolist()) == members, (rank, axes)
+        assert along.get_local_rank() == members.index(rank)
+        assert dist.get_process_group_ranks(along.get_group()) == list(members)
+    over = shards if layout.dp_replicate == 1 else ("dp_replicate", *shards)
+    assert sharding_mesh(mesh, layout).mesh.flatten().tolist() == list(layout.members(over, rank))
+    # Groups of the world are not opened again, those of axes that exchange nothing not at all.
+    groups = dist.distributed_c10d._world.pg_map
+    opened.append(sorted(f"{group.group_desc}:{group.size()}" for group in groups if group.size() < layout.world_size))
     whole = mesh.mesh
     dist.destroy_process_group()
-# Every rank of the world, not only those that made a mesh.
-places = zip(*(axis.tolist() for axis in torch.unravel_index(whole.flatten().argsort(), whole.shape)))
-assert [tuple(place) for place in places] == [tuple(layout.coordinates(rank)) for rank in range(layout.world_size)]
-for number, axis in enumerate(AXES):
-    rows = whole.movedim(number, -1).reshape(-1, whole.shape[number]).tolist()
-    assert {tuple(row) for row in rows} == set(layout.groups((axis,))), axis
-print("alike")
+assert whole.flatten().tolist() == list(range(layout.world_size))
+assert opened == [opened[0]] * len(ranks)
+print(*opened[0])
 """
 
 
 @pytest.mark.parametrize(
-    ("degrees", "ranks"),
+    ("degrees", "ranks", "groups"),
     [
-        ({"dp_shard": 8, "tp": 4, "pp": 2}, [0, 1, 5, 31, 32, 63]),
-        ({"dp_replicate": 2, "dp_shard": 64, "cp": 2, "tp": 8, "pp": 8}, [9999]),
+        ({"dp_shard": 8, "tp": 4, "pp": 2}, [0, 31, 63], "mesh_pp:2 mesh_shard:8 mesh_tp:4"),
+        ({"dp_replicate": 2, "dp_shard": 2}, [3], "mesh_dp_replicate:2 mesh_shard:2"),
+        ({"dp_replicate": 2, "tp": 2}, [1], "mesh_dp_replicate:2 mesh_shard:1 mesh_tp:2"),
+        ({"dp_shard": 8}, [5], ""),
+        ({"dp_shard": 2, "cp": 4}, [6], "mesh_cp:4"),
+        (
+            {"dp_replicate": 2, "dp_shard": 64, "cp": 2, "tp": 8, "pp": 8},
+            [9999],
+            "mesh_cp:2 mesh_dp_replicate:2 mesh_pp:8 mesh_shard:128 mesh_tp:8",
+        ),
     ],
 )
-def test_groups_are_those_of_torch(tmp_path: Path, degrees: dict[str, int], ranks: list[int]) -> None:
-    assert run_alone(tmp_path, PROGRAM, json.dumps(degrees), json.dumps(ranks)) == "alike"
+def test_axes_that_exchange_have_the_groups_of_the_formula_and_no_other_is_opened(
+    tmp_path: Path, degrees: dict[str, int], ranks: list[int], groups: str
+) -> None:
+    assert run_alone(tmp_path, PROGRAM, json.dumps(degrees), json.dumps(ranks)) == groups
+
+
+def test_a_group_that_is_bound_to_its_gpu_is_split_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def split(backend: str | None = None, **options: Any) -> None:
+        asked.append({"backend": backend, **options})
+
+    world = SimpleNamespace(bound_device_id=torch.device("cuda", 0))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    monkeypatch.setattr(dist, "split_group", split)
+    parts = [(0, 1), (2, 3)]
+    open_axis(parts, name="tp")
+    open_axis(parts, name="tp", on_host=True)
+    # torch 2.10 to 2.12 splits what there is.
+    monkeypatch.setattr(dist, "split_group", lambda **options: asked.append(options))
+    open_axis(parts, name="tp")
+    same = {"split_ranks": [[0, 1], [2, 3]], "group_desc": "mesh_tp"}
+    assert asked == [{"backend": "cuda:nccl", **same}, {"backend": None, **same}, same]
 
 
 def test_another_order_of_the_axes_would_be_seen() -> None:
@@ -311,22 +346,64 @@ def test_what_is_computed_again_has_the_same_bits(
 def test_equal_blocks_from_some_depth_on_are_compiled_one_by_one_in_replicas_too() -> None:
     with torch.device("meta"):
         shape = {"width": 8, "num_heads": 1}
-        assert not is_deep(GPT(num_layers=12, **shape)) and is_deep(GPT(num_layers=24, **shape))
+        deep = [(num_layers, num) for num_layers in (3, 4, 23, 24) for num in (1, 2)]
+        found = [is_deep(GPT(num_layers=num_layers, **shape), num_replicas=num) for num_layers, num in deep]
+    assert found == [False, False, False, True, False, True, True, True]
     layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(20))
-    assert is_deep(nn.ModuleDict({"a": layers, "b": nn.ModuleList(nn.Linear(1, 1) for _ in range(4))}))
-    assert not is_deep(nn.ModuleDict({"a": layers, "b": nn.ModuleList(nn.LayerNorm(1) for _ in range(4))}))
+    for four, expected in (([nn.Linear(1, 1)] * 4, True), ([nn.LayerNorm(1)] * 4, False)):
+        model = nn.ModuleDict({"a": layers, "b": nn.ModuleList(map(copy.deepcopy, four))})
+        assert is_deep(model, num_replicas=1) is expected
 
 
 def test_exchanges_overlap_in_compiled_blocks_on_gpus_alone() -> None:
     with inductor_config.patch(_micro_pipeline_tp=False):
         for kind, compiles in (("cpu", True), ("cuda", False)):
+            mesh: Any = SimpleNamespace(device_type=kind)
             with pytest.raises(
                 ConfigError, match=f"async_tp=true was asked, and this rank has a device of type {kind}"
             ):
-                overlap_exchanges(kind, compiles=compiles)
+                overlap_exchanges(mesh, compiles=compiles)
         assert not inductor_config._micro_pipeline_tp
-        overlap_exchanges("cuda", compiles=True)
-        assert inductor_config._micro_pipeline_tp
+
+
+OVERLAPPED = """
+import torch, torch.distributed as dist
+from types import SimpleNamespace
+from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from slurm_train.config.parallel import ParallelLayout
+from slurm_train.config.schema import ParallelSection
+from slurm_train.distributed.parallelize import build_mesh, overlap_exchanges, parallelize
+from slurm_train.models.gpt import GPT
+
+class Seen(Exception):
+    pass
+
+def look(graph):
+    apply(graph)
+    # Nothing computes them on a CPU.
+    raise Seen(sorted({str(node.target).split(".")[1] for node in graph.nodes if "symm_mem" in str(node.target)}))
+
+apply = micro_pipeline_tp.micro_pipeline_tp_pass
+dist.is_nccl_available = lambda: True
+micro_pipeline_tp.micro_pipeline_tp_pass = post_grad.micro_pipeline_tp_pass = look
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+layout = ParallelLayout(tp=2)
+mesh = build_mesh(layout, device=torch.device("cpu"))
+overlap_exchanges(SimpleNamespace(device_type="cuda", get_group=mesh["tp"].get_group), compiles=True)
+model = GPT(num_layers=1, width=32, num_heads=2)
+settings = ParallelSection(tp=2, sequence_parallel=True)
+parallelize(model, layout=layout, mesh=mesh, roots=[model], settings=settings, compiles=True)
+try:
+    model(torch.zeros(2, 8, dtype=torch.int64))
+except Exception as err:
+    print(str(err).splitlines()[0])
+"""
+
+
+def test_gathers_and_sums_of_a_compiled_block_become_parts_that_overlap_with_its_products(tmp_path: Path) -> None:
+    found = run_alone(tmp_path, OVERLAPPED)
+    assert "fused_all_gather_matmul" in found and "fused_matmul_reduce_scatter" in found, found
 
 
 SELECTIVE = """
