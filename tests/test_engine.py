@@ -31,7 +31,8 @@ ENGINE = (*ROOMS, "data", "models", "distributed", "checkpoint", "adapters")
 SAME_NAME = {"SessionCallback"}
 REPLACEMENTS = "### What is replaced in objects of others"
 # Switches that a library offers, and what belongs to the process.
-SETTINGS = ("torch.backends", "torch.utils.deterministic", "torch._inductor.config", "sys", "os")
+_OF_TORCH = ("torch.backends", "torch.utils.deterministic", "torch._dynamo.config", "torch._inductor.config")
+SETTINGS = (*_OF_TORCH, "sys", "os")
 OWN_DUNDERS = ("__cause__", "__file__", "__loader__")
 # What a rank knows is made in steps, of which each returns a value of its own.
 OF_A_RANK = {"session.rank_run", "train.context"}

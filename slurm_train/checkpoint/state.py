@@ -484,7 +484,7 @@ class StagingBuffers:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
                 torch._foreach_copy_(targets, sources, non_blocking=True)
-                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types here
+                self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no types here
                 self._copied.record(self._stream)
         self._sources = sources
         return staged

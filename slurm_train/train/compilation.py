@@ -50,7 +50,7 @@ def require_compiler(rank: Rank) -> None:
 def compile_in_place(parts: Parts, objective: Objective) -> None:
     """Compiles model and loss where the run does that; names of parameters stay.
 
-    A shallow model is one graph. The blocks of any other have been compiled one by one.
+    A shallow replica is one graph. The blocks of any other model have been compiled one by one.
 
     Args:
         parts: has the model.
@@ -59,11 +59,15 @@ def compile_in_place(parts: Parts, objective: Objective) -> None:
     if not parts.rank.compiles:
         return
     mark_compilations(parts.rank)
-    if parts.rank.layout.is_replicated and not is_deep(parts.model):
+    rank = parts.rank
+    if rank.layout.is_replicated and not is_deep(parts.model, num_replicas=rank.place.world_size):
         objective.compile()
         # Evaluation calls the model by itself.
         parts.model.compile()
         return
+    # DDP gets the gradients of a block as soon as its backward pass is over. torch would cut blocks that are larger
+    # than a bucket, as GPT-2's are (28 MB), and compile more graphs for that.
+    torch._dynamo.config.optimize_ddp = False
     objective.scores.default_loss = torch.compile(default_loss)
     for module in parts.model.modules():
         if isinstance(module, Head):

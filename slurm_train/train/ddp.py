@@ -149,6 +149,10 @@ def send_bfloat16(ddp: DistributedDataParallel, stats_param: nn.Parameter) -> No
 
         def put_back(future: torch.futures.Future[Tensor]) -> Tensor:
             reduced = future.value()
+            if exact.is_cuda:
+                # A future runs this on a stream of its own, and its record of what is in use has `reduced` alone: the
+                # backward pass could get this memory again before it was read here.
+                exact.record_stream(torch.cuda.current_stream(exact.device))
             sent.wait()
             reduced[begin : begin + len(exact)] = exact.div_(world.size())
             return reduced

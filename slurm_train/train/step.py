@@ -223,7 +223,8 @@ class Stepper:
         values = torch.cat((values, torch.stack(flags).to(values.dtype)))
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch says no types here
+        # While it waits, the host's core is free for NCCL and the loader; by default it would spin.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch says no types here
         event.record(torch.cuda.current_stream(self._device))
         self._pending = (facts, host, event)
         return previous

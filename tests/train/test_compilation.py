@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from slurm_train.train.compilation import (
 )
 from tests.support.ranks import make_rank
 from tests.support.refusals import refusal
+from tests.support.warm_ranks import run_alone
 
 COMPILES = RunConfig(train=TrainSection(compile=True))
 PROGRAM = """
@@ -55,6 +57,61 @@ def test_an_attempt_on_another_node_finds_what_the_one_before_has_compiled(
         assert (kept.name, found.st_mode & 0o777) == ("stage_0_gpu_0", 0o600)
         times.append(found.st_mtime_ns)
     assert hits == [0, 1] and times[0] == times[1], "the second one adds nothing"
+
+
+REPLICAS = """
+import json
+import torch, torch.distributed as dist
+from types import SimpleNamespace
+from torch._dynamo.backends.registry import lookup_backend
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from slurm_train.config.schema import DdpSection, ParallelSection
+from slurm_train.distributed.parallelize import is_deep, prepare_blocks
+from slurm_train.models.gpt import GPT
+from slurm_train.models.objective import Objective
+from slurm_train.session.signals import StopFlag
+from slurm_train.train.compilation import compile_in_place
+from slurm_train.train.ddp import TrainingModule, build_ddp
+from tests.support.ranks import make_rank
+from tests.train.test_compilation import COMPILES
+
+def count(graph, inputs):
+    pieces.append(graph)
+    return aot_eager(graph, inputs)
+
+def sent(bucket):
+    # A pretended group gives DDP no tensor back.
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+aot_eager, compile, found = lookup_backend("aot_eager"), torch.compile, {}
+torch.compile = lambda function, **how: compile(function, **how | {"backend": count})
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+rank = make_rank(config=COMPILES, ranks=2)
+for num_layers in (3, 6):
+    torch._dynamo.reset()
+    pieces = []
+    model = GPT(vocab_size=64, context=32, num_layers=num_layers, num_heads=2, width=192)
+    if is_deep(model, num_replicas=2):
+        prepare_blocks(model, settings=ParallelSection(), compiles=True)
+    objective = Objective(model)
+    compile_in_place(SimpleNamespace(rank=rank, model=model), objective)
+    module = TrainingModule(objective, stop=StopFlag(), device=rank.device, autocast=None)
+    # A block has 1.8 MB.
+    ddp = build_ddp(module, ddp=DdpSection(bucket_cap_mb=1.6), device=rank.device)
+    ddp.register_comm_hook(None, lambda _, bucket: sent(bucket))
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    module.backward(ddp((tokens, tokens)))
+    assert all(one.grad is not None for one in model.parameters())
+    found[num_layers] = len(pieces)
+print(json.dumps(found))
+"""
+
+
+def test_replicas_of_several_ranks_are_compiled_by_blocks_and_not_cut_at_the_buckets(tmp_path: Path) -> None:
+    # Three blocks are a whole, which torch cuts; six are the graph of one and the loss.
+    assert json.loads(run_alone(tmp_path, REPLICAS)) == {"3": 4, "6": 2}
 
 
 def test_what_is_no_cache_of_torch_is_passed_over(tmp_path: Path) -> None:

@@ -348,6 +348,9 @@ class NoWaiting(TorchDispatchMode):
 class Event:
     """A GPU's, of which everything before is over."""
 
+    def __init__(self, *, blocking: bool = False) -> None:
+        assert blocking, "a host that spins takes a core from NCCL and the loader"
+
     def record(self, stream: object) -> None: ...
 
     def synchronize(self) -> None: ...
