@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from tests.benchmarks import trace_summary
+from tests.support.command_line import REPOSITORY
 
 Run = Callable[[int], None]
 """Takes so many optimizer steps."""
@@ -156,18 +157,23 @@ def start_loops(
 ) -> tuple[list[Loop], list[str]]:
     """Returns the loops that could be built and warmed up, each in a folder of its own, and notes about others.
 
-    One after the other is built, since each takes most memory while it compiles; `undo` ends all of them.
+    All are built at the same time, on cores of their own as far as there are; `undo` ends all of them.
     """
     loops, notes = list[Loop](), list[str]()
+    # What one of them has compiled the next ones find.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
+    started = []
     for name, order in orders.items():
         loop = Loop(module, name, order, Path(tempfile.mkdtemp(dir=scratch)))
         undo.callback(loop.close)
+        started.append(loop)
+    for loop in started:
         try:
             loop.await_ready(timeout_s=300)
             loops.append(loop)
         except RuntimeError as err:
             loop.close()
-            notes.append(not_measured(name, err))
+            notes.append(not_measured(loop.name, err))
     return loops, notes
 
 
@@ -224,10 +230,20 @@ def row(loop: Loop, *, base: Loop | None = None, tokens: int) -> Figures:
         "mfu": rate * flops[0] / peak if peak else None,
         "mfu_6n_12ltc": rate * flops[1] / peak if peak else None,
         "peak_gb": max(turn["peak_bytes"] for turn in loop.turns) / 1e9,
+        "step_ms_spread": 1e3
+        * (max(turn["step_s"] for turn in loop.turns) - min(turn["step_s"] for turn in loop.turns)),
         "host_cpu_ms": 1e3 * median(turn["host_cpu_s"] for turn in loop.turns),
         "start_s": loop.facts.get("start_s"),
         "rounds": len(loop.turns),
     }
+
+
+def commit() -> str:
+    """Returns what is measured, "" where the code is no checkout."""
+    words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.strip()
+    return ""
 
 
 def machine() -> Figures:
@@ -235,6 +251,7 @@ def machine() -> Figures:
     import torch
 
     found: Figures = {"torch": torch.__version__, "python": platform.python_version(), "device": "cpu"}
+    found["commit"] = commit()
     for name in ("triton", "lightning", "pytorch_lightning", "accelerate", "transformers"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)

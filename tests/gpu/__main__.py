@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.loops import commit
 from tests.gpu.catalogue import CHECKS, GROUPS, Check
 from tests.support.command_line import REPOSITORY
 
@@ -113,14 +114,7 @@ def machine(env: Mapping[str, str], *, device: str) -> dict[str, Any]:
     """Returns versions and the card."""
     found = subprocess.run([sys.executable, "-c", _MACHINE], env=dict(env), capture_output=True, text=True, timeout=120)
     facts = json.loads(found.stdout.splitlines()[-1]) if found.returncode == 0 else {"error": found.stderr[-2000:]}
-    return {**facts, "device": device, "commit": _commit()}
-
-
-def _commit() -> str:
-    words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
-    with contextlib.suppress(OSError):
-        return subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.strip()
-    return ""
+    return {**facts, "device": device, "commit": commit()}
 
 
 def run(check: Check, env: Mapping[str, str], *, left_s: float, out: Path, scratch: Path) -> Outcome:

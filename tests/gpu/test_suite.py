@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from tests.gpu import __main__ as suite
 from tests.gpu.catalogue import CHECKS, GROUPS, Check
+from tests.gpu.multi.environment import ON_CPU, SHARES, rank_environment
 
 pytestmark = pytest.mark.full
 
@@ -33,7 +37,7 @@ def run(folder: Path, *, check: Check = CHECK, left_s: float = 100.0, **env: str
 
 
 def test_every_check_has_a_function_a_limit_above_its_usual_time_and_a_name_of_its_own() -> None:
-    assert len({check.name for check in CHECKS}) == len(CHECKS) == 19
+    assert len({check.name for check in CHECKS}) == len(CHECKS) == 20
     for check in CHECKS:
         text = Path(__file__).with_name(f"{check.module}.py").read_text()
         assert f"\ndef {check.name}(stage: Stage)" in text
@@ -131,6 +135,94 @@ def test_the_checks_see_the_repository_the_wheels_and_no_job(tmp_path: Path) -> 
 def test_cublas_has_a_fixed_workspace_before_the_first_product_of_a_check(given: dict[str, str], expected: str) -> None:
     # torch reads it once per process, and `resume_bits` trains in the default mode before the deterministic one.
     assert suite.environment(given, device="cuda", site=None)["CUBLAS_WORKSPACE_CONFIG"] == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({SHARES: "1", "RANK": "1"}, "rank1 Socket"),
+        ({SHARES: "1"}, "None Socket"),
+        ({SHARES: "1", "RANK": "1", "NCCL_HOSTID": "mine"}, "mine Socket"),
+        ({"RANK": "1"}, "None None"),
+        ({SHARES: "1", ON_CPU: "1", "RANK": "1"}, "None None"),
+    ],
+)
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl(given: dict[str, str], expected: str) -> None:
+    env = rank_environment({"PATH": os.environ["PATH"], **given})
+    program = "import os; print(os.environ.get('NCCL_HOSTID'), os.environ.get('NCCL_NET'))"
+    assert subprocess.check_output([sys.executable, "-c", program], env=env, text=True).strip() == expected
+
+
+def test_a_line_of_a_script_that_hangs_costs_its_own_time_alone(tmp_path: Path) -> None:
+    script = tmp_path / "lines.sh"
+    here = Path(__file__).parent
+    script.write_text(f'. {here}/lines.sh "$@"\nline 1 hangs sleep 60\nline 5 fails false\nline 5 ends true\nfinish\n')
+    done = subprocess.run(["bash", str(script), str(tmp_path / "out")], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    found = [line.split(" after")[0] for line in (tmp_path / "out" / "lines.txt").read_text().splitlines()[:3]]
+    assert found == ["hangs: exit code 124", "fails: exit code 1", "ends: exit code 0"]
+
+
+@pytest.mark.parametrize(("script", "budget_s"), [("correctness.sh", 430), ("speed.sh", 330)])
+def test_the_lines_of_a_script_fit_into_its_time(script: str, budget_s: int) -> None:
+    text = Path(__file__).with_name(script).read_text()
+    limits = [int(line.split()[1]) for line in text.splitlines() if line.startswith("line ")]
+    assert len(limits) > 3 and sum(limits) <= budget_s and f"{budget_s} s" in text
+
+
+PAGE = suite.REPOSITORY / "docs" / "gpu-measured.md"
+# What a figure is about: the code that runs in every step, and saves.
+HOT_PATH = [f"slurm_train/{room}" for room in ("train", "models", "distributed", "checkpoint")]
+
+
+def lacks(section: str, *, age_of: Callable[[str], int | None]) -> list[str]:
+    """Returns what a section of the page leaves unsaid about its figures.
+
+    Args:
+        section: with figures.
+        age_of: gives the commits to the hot path since a commit; None for an unknown one.
+    """
+    ages = [age_of(commit) for commit in re.findall(r"[Cc]ommit `([0-9a-f]{8})`", section)]
+    is_old = "**old**" in section
+    problems = {
+        "no commit": not ages,
+        "an unknown commit": None in ages,
+        "not marked as old": not is_old and any(age is not None and age > 200 for age in ages),
+        "alone or beside others": not re.search(r"\balone\b|\bbeside\b", section),
+        "how many samples": not re.search(r"\bmedians?\b|\bonce\b|\bone run\b", section),
+    }
+    return [text for text, is_so in problems.items() if is_so]
+
+
+def commits_since(commit: str) -> int | None:
+    words = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *HOT_PATH]
+    done = subprocess.run(words, cwd=suite.REPOSITORY, capture_output=True, text=True)
+    return int(done.stdout) if done.returncode == 0 else None
+
+
+def test_every_figure_on_the_page_names_its_commit_and_old_ones_are_marked() -> None:
+    if commits_since("HEAD") is None:
+        pytest.skip("the history is not here")
+    sections = [section for section in PAGE.read_text().split("\n## ")[1:] if re.search(r"\d ms\b|tokens/s", section)]
+    assert len(sections) >= 3
+    assert {section.partition("\n")[0]: lacks(section, age_of=commits_since) for section in sections} == {
+        section.partition("\n")[0]: [] for section in sections
+    }
+
+
+@pytest.mark.parametrize(
+    ("section", "problems"),
+    [
+        ("Commit `00000001`, alone, medians of four turns: 5 ms", []),
+        ("Commit `00000200`, alone, once: 5 ms", ["not marked as old"]),
+        ("Commit `00000200`, **old**, alone, once: 5 ms", []),
+        ("commit `0000000f`: 5 ms", ["an unknown commit", "alone or beside others", "how many samples"]),
+        ("alone, once: 5 ms", ["no commit"]),
+    ],
+)
+def test_a_figure_without_its_circumstances_is_found(section: str, problems: list[str]) -> None:
+    ages = {"00000001": 200, "00000200": 201}
+    assert lacks(section, age_of=ages.get) == problems
 
 
 def test_an_empty_folder_of_wheels_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -256,10 +256,10 @@ def _require_equal(read: Any, expected: Any, *, where: str, name: str = "") -> N
 
 
 def save_overlaps(stage: Stage) -> dict[str, Any]:
-    """A step during which a save copies and writes takes at most 1.1 times the GPU time of one without a save.
+    """A save costs a training at most one step, 1 % of the hundred between two saves, and 25 ms of an idle GPU.
 
-    Steps are timed one by one, each on an idle GPU. What a save costs a training that does not stop for the clock until
-    the file is written is reported besides.
+    What it costs is what forty steps in a row take longer if a save begins before the first and is written meanwhile.
+    The ratio of two single steps, each on an idle GPU, is reported besides.
     """
     found: dict[str, Any] = {}
     for compiles in (True, False):
@@ -268,7 +268,9 @@ def save_overlaps(stage: Stage) -> dict[str, Any]:
     print(found, flush=True)
     if stage.on_gpu:
         for name in ("compiled", "eager"):
-            require(found[f"{name}_ratio"] <= 1.1, f"a step that saves takes longer than 1.1 times another: {found}")
+            step_ms = found[f"{name}_window_ms"] / found[f"{name}_window_steps"]
+            require(found[f"{name}_save_costs_ms"] <= step_ms, f"a save costs more than a step: {found}")
+            require(found[f"{name}_idle_ms"] <= 25, f"the GPU is idle for longer than 25 ms: {found}")
     return found
 
 
@@ -282,6 +284,7 @@ def _steps_with_saves(stage: Stage, name: str, *, compiles: bool) -> dict[str, f
     saves = trainer.saves
     trainer.advance(5)
     saves.prepare(trainer.checkpointer.own_tensors())
+    cost = _cost_of_a_save(stage, trainer)
     kinds = ("plain", "saving", "plain", "copying", "plain", "plain")
     steps: dict[str, list[float]] = {kind: [] for kind in kinds}
     stalls = []
@@ -299,7 +302,7 @@ def _steps_with_saves(stage: Stage, name: str, *, compiles: bool) -> dict[str, f
             trainer.advance(trainer.position.step + 1)
         # What was saved first had its memory made.
         if number >= len(kinds):
-            steps[kind].append(1e3 * took[0])
+            steps[kind].append(1e3 * took[0]())
             stalls += [1e3 * (saves.times.blocked_s - before_s)] if kind == "saving" else []
     saves.finish()
     stage.sync()
@@ -310,7 +313,7 @@ def _steps_with_saves(stage: Stage, name: str, *, compiles: bool) -> dict[str, f
     medians = {f"{kind}_ms": statistics.median(values) for kind, values in steps.items()}
     found = {
         **medians,
-        **(_cost_of_a_save(stage, trainer) if compiles else {}),
+        **cost,
         "ratio": medians["saving_ms"] / medians["plain_ms"],
         "host_stall_ms": statistics.median(stalls),
         "copy_ms": copy_ms,
@@ -322,37 +325,62 @@ def _steps_with_saves(stage: Stage, name: str, *, compiles: bool) -> dict[str, f
 
 
 def _cost_of_a_save(stage: Stage, trainer: Trainer) -> dict[str, float]:
-    """Returns how much longer steps take in a row if a save begins before the first and is written meanwhile."""
+    """Returns how much longer steps take in a row if a save begins after the first and is written meanwhile.
+
+    "idle_ms" is the time from the end of the first step on the GPU until the save has given the host back.
+    """
     num_steps = stage.size(40, 4)
     windows_ms: dict[str, list[float]] = {"plain": [], "saving": []}
-    for kind in ("plain", "saving", "saving", "plain"):
+    idle_ms = []
+    # The first save makes what the later ones use again.
+    for kind in ("saving", "plain", "saving", "saving", "plain"):
         stage.sync()
         with _timed(stage) as took:
+            trainer.advance(trainer.position.step + 1)
             if kind == "saving":
-                trainer.stepper.drain()
-                save_soon(trainer)
-            trainer.advance(trainer.position.step + num_steps)
+                with _timed(stage, waits=False) as idle:
+                    save_soon(trainer)
+            trainer.advance(trainer.position.step + num_steps - 1)
+        if kind == "saving":
+            idle_ms.append(1e3 * idle[0]())
         trainer.saves.finish()
-        windows_ms[kind].append(1e3 * took[0])
-    means = {kind: statistics.mean(values) for kind, values in windows_ms.items()}
-    return {"window_steps": num_steps, "window_ms": means["plain"], "save_costs_ms": means["saving"] - means["plain"]}
+        windows_ms[kind].append(1e3 * took[0]())
+    means = {kind: statistics.mean(values[-2:]) for kind, values in windows_ms.items()}
+    return {
+        "window_steps": num_steps,
+        "window_ms": means["plain"],
+        "save_costs_ms": means["saving"] - means["plain"],
+        "idle_ms": statistics.mean(idle_ms[1:]),
+    }
 
 
 @contextlib.contextmanager
-def _timed(stage: Stage) -> Iterator[list[float]]:
-    """Gives the seconds that a piece of work takes on the GPU, from its first to its last kernel."""
-    took: list[float] = []
+def _timed(stage: Stage, *, waits: bool = True) -> Iterator[list[Callable[[], float]]]:
+    """Gives what says the seconds that a piece of work takes on the GPU, from its first to its last kernel.
+
+    Args:
+        stage: where.
+        waits: whether to wait for the last one here; else the asking waits.
+    """
+    took: list[Callable[[], float]] = []
     if not stage.on_gpu:
         start = time.perf_counter()
         yield took
-        took.append(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        took.append(lambda: seconds)
         return
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     yield took
     end.record()
-    end.synchronize()
-    took.append(begin.elapsed_time(end) / 1e3)
+
+    def elapsed() -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    if waits:
+        elapsed()
+    took.append(elapsed)
 
 
 def fsdp_one_rank(stage: Stage) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checks that need two ranks: two processes on the same GPU, over gloo, since NCCL takes one rank of a GPU.
+"""Checks that need two ranks: two processes on the same GPU, over gloo. `tests/gpu/multi` has those over NCCL.
 
 As a program it is one of these ranks: `python -m tests.gpu.two_rank_checks SCENE FOLDER`, placed by its environment.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.support.command_line import REPOSITORY
 
-_KEPT = frozenset({"PATH", "TMPDIR", "LD_LIBRARY_PATH", "GPU_TESTS_ON_CPU"})
+_KEPT = frozenset({"PATH", "TMPDIR", "LD_LIBRARY_PATH", "GPU_TESTS_ON_CPU", "GPU_TESTS_SHARE"})
 # Where a GPU's compiler and libraries are, and what pytest tells its own processes.
 _KEPT_PREFIXES = ("CUDA_", "NVIDIA_", "PYTEST_")
 _UMASK = 0o022

@@ -1,7 +1,8 @@
 """What needs two GPUs and more: NCCL between them, layouts that send, copies of shards, and the end of a hang.
 
     python -m pytest tests/gpu/multi -m gpu
-    GPU_TESTS_ON_CPU=1 python -m pytest tests/gpu/multi     # the same programs with gloo ranks: tries them, no result
+    GPU_TESTS_SHARE=1 python -m pytest tests/gpu/multi -m gpu   # all ranks on one GPU, NCCL over sockets: no speed
+    GPU_TESTS_ON_CPU=1 python -m pytest tests/gpu/multi         # the same programs with gloo ranks: tries the tests
 
 Each test starts the command line as a person does. Losses are compared with those of one rank of the same global batch.
 """
@@ -18,10 +19,13 @@ import pytest
 import torch
 
 from slurm_train.metrics import read_metrics
+from tests.gpu.multi.environment import ON_CPU as ON_CPU_KEY
+from tests.gpu.multi.environment import SHARES as SHARES_KEY
+from tests.gpu.multi.environment import rank_environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.full]
-REPOSITORY = Path(__file__).resolve().parents[3]
-ON_CPU = bool(os.environ.get("GPU_TESTS_ON_CPU"))
+ON_CPU = bool(os.environ.get(ON_CPU_KEY))
+SHARES = bool(os.environ.get(SHARES_KEY))
 STEPS = 12
 WORDS = (
     *("model.width=64", "model.num_layers=4", "data.context=64", "batch.global_size=16", f"train.max_steps={STEPS}"),
@@ -38,18 +42,23 @@ CLOSE_BY_DEFAULT = 0.05
 # Products in float8, and shards that travel so.
 IN_FLOAT8 = ("train.precision=fp8", "train.compile=true")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    # What a cluster meets first comes first: a card that is lent may be gone before the end.
+    "DDP, by default": (2, BY_DEFAULT),
+    "FSDP, by default": (2, (*BY_DEFAULT, "parallel.dp_shard=2")),
+    "HSDP, by default": (4, (*BY_DEFAULT, "parallel.dp_replicate=2", "parallel.dp_shard=2")),
+    "pipeline": (2, ("parallel.pp=2", "batch.local_size=4")),
+    "tensor by positions": (2, ("parallel.tp=2", "parallel.sequence_parallel=true")),
+    "context": (2, ("parallel.cp=2",)),
+    "DDP, gradients in bfloat16": (2, ("ddp.comm=bf16",)),
+    "FSDP, two micro-batches": (2, ("parallel.dp_shard=2", "batch.local_size=4")),
+    "FSDP, alternate": (2, (*BY_DEFAULT, "parallel.dp_shard=2", "parallel.activation_checkpointing=alternate")),
+    "pipeline of FSDP": (4, ("parallel.pp=2", "parallel.dp_shard=2", "batch.local_size=4")),
     "DDP": (2, ()),
     "DDP, compiled": (2, ("train.compile=true",)),
     "FSDP": (2, ("parallel.dp_shard=2",)),
     "tensor": (2, ("parallel.tp=2",)),
-    "tensor by positions": (2, ("parallel.tp=2", "parallel.sequence_parallel=true")),
-    "pipeline": (2, ("parallel.pp=2", "batch.local_size=4")),
     "pipeline, two stages each": (2, ("parallel.pp=2", "parallel.stages_per_rank=2", "batch.local_size=4")),
-    "context": (2, ("parallel.cp=2",)),
     "HSDP": (4, ("parallel.dp_replicate=2", "parallel.dp_shard=2")),
-    "DDP, by default": (2, BY_DEFAULT),
-    "FSDP, by default": (2, (*BY_DEFAULT, "parallel.dp_shard=2")),
-    "HSDP, by default": (4, (*BY_DEFAULT, "parallel.dp_replicate=2", "parallel.dp_shard=2")),
     "tensor, by default": (2, (*BY_DEFAULT, "parallel.tp=2")),
     "FSDP, float8": (2, (*IN_FLOAT8, "parallel.dp_shard=2")),
     "FSDP of tensor, float8": (4, (*IN_FLOAT8, "parallel.dp_shard=2", "parallel.tp=2")),
@@ -60,13 +69,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 def environment(num_gpus: int) -> dict[str, str]:
     """Returns the environment of so many ranks; skips with what is missing."""
-    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": paths}
-    if ON_CPU:
-        return {**env, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    if (found := torch.cuda.device_count()) < num_gpus:
-        pytest.skip(f"{num_gpus} GPUs are needed, torch finds {found}")
-    return env
+    needed = 1 if SHARES else num_gpus
+    if not ON_CPU and (found := torch.cuda.device_count()) < needed:
+        pytest.skip(f"{needed} GPUs are needed, torch finds {found}")
+    return rank_environment(os.environ)
 
 
 @pytest.fixture(scope="session")
@@ -114,6 +120,35 @@ def test_a_layout_has_the_losses_of_one_rank(
     assert farthest < (CLOSE if is_precise else CLOSE_BY_DEFAULT), f"{found} instead of {expected}"
 
 
+STOPPING = """
+from slurm_train.train.callbacks import Callback
+
+
+class Stop(Callback):
+    def on_step_end(self, trainer):
+        if trainer.position.step == 5:
+            trainer.rank.stop.request()
+"""
+
+
+def test_shards_are_saved_at_a_stop_and_go_on_with_the_losses_of_one_rank(
+    tmp_path: Path, text: Path, expected: list[float]
+) -> None:
+    env, code = environment(2), tmp_path / "code"
+    code.mkdir()
+    (code / "stopping.py").write_text(STOPPING)
+    words = command(tmp_path, text, "parallel.dp_shard=2", "callbacks=[{_target_: stopping.Stop}]", ranks=2)
+    stopped = subprocess.run(words, env=env, capture_output=True, text=True, cwd=code, timeout=240)
+    (run,) = tmp_path.glob("runs/*/*/metrics.jsonl")
+    assert len(read_metrics(run)) < STEPS, stopped.stderr[-3000:]
+    resume = [sys.executable, "-m", "slurm_train", "resume", str(run.parent)]
+    done = subprocess.run(resume, env=env, capture_output=True, text=True, cwd=code, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = {line["step"]: line["loss"] for line in read_metrics(run)}
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert list(losses.values()) == pytest.approx(expected, abs=CLOSE)
+
+
 COPIES = """
 import json, time, torch
 count, size, found = torch.cuda.device_count(), 1 << 28, {}
@@ -141,8 +176,8 @@ print(json.dumps(found))
 
 
 def test_gpus_copy_to_each_other_and_no_link_is_far_slower() -> None:
-    if ON_CPU:
-        pytest.skip("copies between GPUs have no meaning on a CPU")
+    if ON_CPU or SHARES:
+        pytest.skip("there is one device or none: copies between GPUs have no meaning")
     env = environment(2)
     done = subprocess.run([sys.executable, "-c", COPIES], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
