@@ -293,7 +293,7 @@ class ProgramState:
         if self._is_resumed and not has_order and not any(may_know_place(other) for other in others):
             notes.append(
                 "the checkpoint does not say which samples of the present epoch were used: a loader that begins anew "
-                "gives them again; take run.batches, hand over a stateful loader, or leave out what is done"
+                "gives them again; take run.replay(loader) or run.batches, or hand over a stateful loader"
             )
         return notes
 

@@ -19,6 +19,7 @@ from slurm_train.session.orders import ORDERS, Orders
 from slurm_train.session.passes import PASSES, LoaderPasses
 from slurm_train.session.random_streams import RandomStreams
 from slurm_train.session.rank_run import RankRun
+from slurm_train.session.replays import REPLAYS, Replays
 
 
 class SessionCheckpoints:
@@ -38,6 +39,13 @@ class SessionCheckpoints:
         self._log = SaveLog(rank.run, rank.attempt) if is_first else None
         self.orders = Orders()
         self.passes = LoaderPasses()
+        self.replays = Replays(
+            rank=rank.place.rank,
+            num_ranks=rank.place.world_size,
+            on_begin=self.passes.leave_out,
+            on_skip=lambda: rank.heartbeat.mark("data"),
+            say=rank.say,
+        )
         self.random = RandomStreams(rank.place.rank)
         self.loaded: Checkpoint | None = None
         """What the program continues; None at the beginning of its training."""
@@ -78,7 +86,9 @@ class SessionCheckpoints:
         if self._losses is not None:
             self._losses.begin(self.resumed_step, {} if choice is None else choice.manifest.extra)
         self.loaded = None
-        self.passes.continue_from([] if choice is None else choice.manifest.extra.get(PASSES, []))
+        extra = {} if choice is None else choice.manifest.extra
+        self.passes.continue_from(extra.get(PASSES, []))
+        self.replays.continue_from(extra.get(REPLAYS, []))
         if choice is None:
             self.orders.continue_from(0, [])
             return
@@ -181,7 +191,13 @@ class SessionCheckpoints:
             data_fingerprint="",
             torch_version=torch_version,
             **self._resumption.facts_of_save(world_size=place.world_size, host=place.host, env=rank.env),
-            extra={"kind": kind, ORDERS: orders, PASSES: self.passes.state(), **({"kept": kept} if kept else {})},
+            extra={
+                "kind": kind,
+                ORDERS: orders,
+                PASSES: self.passes.state(),
+                **({REPLAYS: self.replays.state()} if self.replays else {}),
+                **({"kept": kept} if kept else {}),
+            },
         )
 
     def log_save(self, step: int, seconds: float, *, num_bytes: int, error: str) -> None:

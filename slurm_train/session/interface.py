@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_REQUEUE, ConfigError
+from slurm_train.session.replays import Replays
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from slurm_train.data.batches import RankBatches
+    from slurm_train.data.replay import ReplayedLoader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,7 @@ class Session:
         self._place = place
         self._env = env
         self._has_said_unkept = False
+        self._own_replays: Replays | None = None
 
     @property
     def is_active(self) -> bool:
@@ -305,6 +308,32 @@ class Session:
         order = {"num_samples": num_samples, "global_size": global_size, "seed": seed}
         self._note_order(order, batches if follows_checkpoint else None, done=done)
         return batches
+
+    def replay(self, loader: Iterable[Any], /, *, seed: int = 0) -> ReplayedLoader:
+        """Returns a loader without a state as one that can be gone on with. Not collective.
+
+        For loaders that give their batches from the first on whenever they are iterated. After a resume, the first pass
+        reads the batches that were used again and drops them. Each pass follows from `seed` and its number: samplers
+        get the number by `set_epoch`, and the random numbers of samples are seeded, apart from those of the training.
+        The place at each save is that of the batch that was given last.
+
+            loader = run.replay(loader)
+            for epoch in range(loader.epoch, 90):
+                for inputs, targets in loader:
+
+        Args:
+            loader: e.g. a `DataLoader`; with workers, the same number of them at each start.
+            seed: of its passes; a different one on each rank where each draws samples of its own and no sampler divides
+                them.
+        """
+        return self._replays.add(loader, seed=seed)
+
+    @property
+    def _replays(self) -> Replays:
+        """The loaders that are replayed."""
+        if self._own_replays is None:
+            self._own_replays = Replays(rank=self.rank, num_ranks=self.world_size)
+        return self._own_replays
 
     @property
     def _steps_done(self) -> int:

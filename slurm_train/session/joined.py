@@ -26,6 +26,7 @@ from slurm_train.session.losses import LossWatch
 from slurm_train.session.peers import GroupChooser
 from slurm_train.session.progress import ReportedProgress
 from slurm_train.session.rank_run import RankRun
+from slurm_train.session.replays import Replays
 from slurm_train.session.saving import DirectorySave
 from slurm_train.session.signals import install
 from slurm_train.session.stopping import Stopping
@@ -350,6 +351,10 @@ class JoinedSession(Session):
     def _note_longest_save(self, seconds: float) -> None:
         spent = self._progress.spent
         spent.longest_save_s = max(spent.longest_save_s, seconds)
+
+    @property
+    def _replays(self) -> Replays:
+        return self._checkpoints.replays
 
     @property
     def _steps_done(self) -> int:

@@ -25,7 +25,7 @@ PASSES = "passes"
 """Key of a checkpoint's header: of each pass under way on rank 0 the first batch, the batches given, its length, and
 a digest of where the streams of random numbers were."""
 _SAMPLERS_OF_TORCH = ("torch.utils.data.sampler", "torch.utils.data.distributed")
-_HINT = "skip the used batches, take run.batches, or hand over a stateful loader"
+_HINT = "take run.replay(loader) or run.batches, or hand over a stateful loader"
 
 
 @dataclass(slots=True)
@@ -48,6 +48,8 @@ class LoaderPasses:
 
     def __init__(self) -> None:
         self._under_way: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
+        self._left_out: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Iterators that are replayed, and so need no comparison."""
         self._at_step: list[_Pass] = []
         """Those under way at the last step: a save may follow after the loop was left, and its iterator with it."""
         self._saved: list[tuple[str, int, int | None]] = []
@@ -68,6 +70,10 @@ class LoaderPasses:
         """Whether a loader of torch has given a batch since the last step, or is in a pass."""
         return bool(self._at_step or self._under_way)
 
+    def leave_out(self, iterator: Any) -> None:
+        """Takes no note of the batches of an iterator: they are those before a resume by construction."""
+        self._left_out.add(iterator)
+
     def continue_from(self, saved: list[list[Any]]) -> None:
         """Takes over the passes of the checkpoint that the program continues, and begins to watch loaders."""
         # Versions before wrote no lengths and no streams.
@@ -86,6 +92,8 @@ class LoaderPasses:
         give = kind.__next__
 
         def give_and_note(iterator: Any) -> Any:
+            if iterator in self._left_out:
+                return self._timed(give, iterator)
             is_compared = bool(self._saved_streams and self._saved) and not iterator._num_workers
             before = _streams() if is_compared else ""
             try:

@@ -151,7 +151,7 @@ class RunTraining(Training):
             CheckpointError: an optimizer keeps something that no checkpoint has, or an object has values that could
                 not be loaded again.
         """
-        has_order = bool(self._checkpoints.orders.present)
+        has_order = bool(self._checkpoints.orders.present or self._checkpoints.replays)
         self._say(*self._state.check_after_first_step(has_order=has_order, has_pass=self._checkpoints.passes.has_seen))
         if not self._has_saved:
             self._saves.prepare(self._state.own_tensors())
