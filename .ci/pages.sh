@@ -4,7 +4,7 @@ set -eu
 python=$1
 git rev-parse --git-dir >/dev/null 2>&1 || { echo "== an unpacked archive: pages are not compared"; exit 0; }
 before=$(git diff | cksum)
-for page in configuration_page module_list agent_pages speed_page badges explained; do
+for page in configuration_page module_list agent_pages speed_page badges explained loop; do
     "$python" ".ci/write_$page.py"
 done
 if [ "$(git diff | cksum)" != "$before" ]; then

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -82,19 +83,35 @@ def test_every_part_runs_and_the_last_lines_have_the_verdict_of_each(tmp_path: P
     assert verdicts[0].endswith("3 passed")
 
 
-@pytest.mark.parametrize("page", ["configuration_page", "module_list"])
-def test_what_is_made_from_docstrings_is_as_they_are(page: str) -> None:
+@pytest.mark.parametrize("page", ["configuration_page", "module_list", "loop"])
+def test_what_is_made_from_the_code_is_as_it_is(page: str) -> None:
     words = [sys.executable, CI / f"write_{page}.py", "--check"]
     checked = subprocess.run(words, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
 
 
-def test_a_module_that_is_not_listed_is_noticed(tmp_path: Path) -> None:
-    """The list of a package of three files, of which one is added."""
-    spec = importlib.util.spec_from_file_location("module_list", CI / "write_module_list.py")
+def script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, CI / f"write_{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_a_hook_that_the_loop_does_not_call_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("loop")
+    lines = module.loop()
+    assert {"callback.on_step_end(trainer)", "result = stepper.step(facts, samples)"} <= {
+        line.strip() for line in lines
+    }
+    monkeypatch.setattr(module, "loop", lambda: [line for line in lines if "on_save" not in line])
+    with pytest.raises(AssertionError, match="no call of on_save"):
+        module.main()
+
+
+def test_a_module_that_is_not_listed_is_noticed(tmp_path: Path) -> None:
+    """The list of a package of three files, of which one is added."""
+    module = script("module_list")
     module.PACKAGE = tmp_path
     write(tmp_path, {"__init__.py": '"""All."""', "room/__init__.py": '"""A room."""', "room/a.py": '"""One | two."""'})
     page = module.render()
