@@ -34,6 +34,16 @@ REPLACEMENTS = "### What is replaced in objects of others"
 _OF_TORCH = ("torch.backends", "torch.utils.deterministic", "torch._dynamo.config", "torch._inductor.config")
 SETTINGS = (*_OF_TORCH, "sys", "os")
 OWN_DUNDERS = ("__cause__", "__file__", "__loader__")
+# An optional part, and the one module that makes it: the rest of the core meets its interface alone, which is `Tier`, a
+# decorator of `models.first_weights`, `GlobalBatches` with `Divide`, and `WorkerChoice`.
+OPTIONAL = {
+    "checkpoint.local": ("checkpoint.saves",),
+    "checkpoint.copies": ("checkpoint.filling",),
+    "models.causal_lm": ("models.pretrained",),
+    "models.pretrained": ("models.build", "cli.checkpoint"),
+    "data.length_batches": ("train.samples", "train.evaluate"),
+    "data.workers.AutoWorkers": ("train.build",),
+}
 # What a rank knows is made in steps, of which each returns a value of its own.
 OF_A_RANK = {"session.rank_run", "train.context"}
 
@@ -205,6 +215,20 @@ def unlisted_private_names(tree: Tree) -> list[str]:
     return found
 
 
+def beside_a_seam(tree: Tree) -> list[str]:
+    """Imports of an optional part by other modules than those that make it."""
+    found = []
+    for module, parsed in tree.parsed.items():
+        for node in ast.walk(parsed):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            imported = {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+            for part, makers in OPTIONAL.items():
+                if f"{PACKAGE}.{part}" in imported and module not in makers:
+                    found.append(f"{module}:{node.lineno} imports {part}")
+    return found
+
+
 def _changes_another(node: ast.AST, foreign: set[str]) -> bool:
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
         return ast.unparse(node.args[0]) != "self"
@@ -232,6 +256,7 @@ ROWS: dict[str, Rule] = {
     "what is replaced in objects of others is listed": unlisted_replacements,
     "an adapter uses the public session": adapters_beyond_the_session,
     "private names of libraries are listed": unlisted_private_names,
+    "an optional part has one interface": beside_a_seam,
 }
 
 
@@ -272,6 +297,12 @@ BREACHES = [
         "adapters/a.py",
         "from slurm_train.rundir.files import f\n",
         "adapters.a:1 imports slurm_train.rundir.files",
+    ),
+    (
+        "an optional part has one interface",
+        "train/a.py",
+        "from slurm_train.checkpoint import local\n",
+        "train.a:1 imports checkpoint.local",
     ),
     ("private names of libraries are listed", "adapters/a.py", "trainer.loop._data\n", "adapters.a:1 uses _data"),
     (

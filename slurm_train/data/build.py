@@ -25,11 +25,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slurm_train.config.target import TARGET, accepts_keyword, callable_target, instantiate, resolve_target
-from slurm_train.data.mapstyle import MapStyleSource
+from slurm_train.data.mapstyle import MapStyleSource, WorkerChoice
 from slurm_train.data.shards import Split
 from slurm_train.data.source import SampleSource, StreamingSource, describe
 from slurm_train.data.stream import StreamSource, is_stream
-from slurm_train.data.workers import AUTO, AutoWorkers
+from slurm_train.data.workers import AUTO
 from slurm_train.errors import ConfigError, DataError
 
 _HELDOUT = "heldout"
@@ -47,7 +47,7 @@ def build_source(
     seed: int,
     part: tuple[int, int] | None = None,
     note: Callable[[str], None] = lambda _text: None,
-    workers: AutoWorkers | None = None,
+    workers: WorkerChoice | None = None,
 ) -> SampleSource | None:
     """Returns the samples of a split, None where a configuration has no held-out ones.
 

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import chain, groupby, islice
 from multiprocessing.process import BaseProcess
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from slurm_train.data.generators import OwnedGenerators, open_handle
 from slurm_train.data.item_digest import digest_items
 from slurm_train.data.order import Int64Array, mix64
 from slurm_train.data.source import IGNORED, IGNORED_VALUE, Batch, Description, Draw, map_tensors
-from slurm_train.data.workers import AutoWorkers
 from slurm_train.distributed.seeds import stream_positions
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.rundir.events import with_items
@@ -51,6 +50,29 @@ class _Key(NamedTuple):
     epoch: int
 
 
+class WorkerChoice(Protocol):
+    """Says how many processes are to read ahead, once it is known what is read."""
+
+    def choose(
+        self,
+        read: Callable[[list[Any]], Any],
+        keys: list[Any],
+        *,
+        num_bytes: Callable[[Any], int],
+        prepare: Callable[[], None],
+        obstacle: Callable[[], str | None],
+    ) -> int:
+        """Returns the number of processes, 0 for none.
+
+        Args:
+            read: makes a batch of samples.
+            keys: the samples of a micro-batch.
+            num_bytes: of a batch.
+            prepare: called first in a process that reads.
+            obstacle: says what the data set holds that processes cannot share, None for nothing.
+        """
+
+
 class MapStyleSource:
     """Adapts a map-style `Dataset`.
 
@@ -58,7 +80,7 @@ class MapStyleSource:
         dataset: has `__len__` and `__getitem__` or `__getitems__`; one item is a tensor, a tuple of them, or a
             mapping of names to tensors, numbers or lists of numbers.
         collate: makes a batch of a list of items; None takes torch's default_collate, and `pad` for mappings.
-        num_workers: processes that read ahead; 0 reads in this one. `AutoWorkers` chooses when the reading begins.
+        num_workers: processes that read ahead; 0 reads in this one. A choice is asked when the reading begins.
         seed: keys the randomness of reading; None leaves the random generators alone, which is faster by some 20 us
             per sample and right for data sets that draw nothing.
 
@@ -71,7 +93,7 @@ class MapStyleSource:
         dataset: Dataset[Any],
         *,
         collate: Collate | None = None,
-        num_workers: int | AutoWorkers = 0,
+        num_workers: int | WorkerChoice = 0,
         seed: int | None = None,
     ) -> None:
         _require_map_style(dataset)
@@ -132,7 +154,7 @@ class MapStyleSource:
 
     def _stream_from_workers(self, draws: Iterator[Draw]) -> Iterator[Batch]:
         """Starts the workers when the first micro-batch is asked for, where there are to be any."""
-        if isinstance(self._num_workers, AutoWorkers):
+        if not isinstance(self._num_workers, int):
             first = list(islice(draws, 1))
             draws = chain(first, draws)
             # Chosen once: the stream after a rollback is read as this one.
@@ -160,14 +182,14 @@ class MapStyleSource:
             atexit.unregister(end)
             end()
 
-    def _choose(self, auto: AutoWorkers, draw: Draw) -> int:
+    def _choose(self, choice: WorkerChoice, draw: Draw) -> int:
         """Returns how many workers read micro-batches like this one."""
 
         def obstacle() -> str | None:
             kind = open_handle(self._reader.dataset) or open_handle(self._reader.collate)
             return None if kind is None else f"processes cannot share the open {kind} of the data set"
 
-        return auto.choose(
+        return choice.choose(
             self._reader.read, self._keys(draw), num_bytes=_bytes_of, prepare=_prepare_trial, obstacle=obstacle
         )
 

@@ -89,15 +89,7 @@ class AutoWorkers:
         prepare: Callable[[], None],
         obstacle: Callable[[], str | None],
     ) -> int:
-        """Returns the number of processes, 0 for none. Starts a process that reads some samples and ends.
-
-        Args:
-            read: makes a batch of samples.
-            keys: the samples of a micro-batch.
-            num_bytes: of a batch.
-            prepare: called first in a process that reads.
-            obstacle: says what the data set holds that processes cannot share, None for nothing.
-        """
+        """See `data.mapstyle.WorkerChoice`. Starts a process that reads some samples and ends."""
         most = most_workers(self.cpus)
         # Workers of another start method import everything anew, and take a pickled copy of the data set.
         if not most or multiprocessing.get_start_method(allow_none=True) not in (None, "fork"):

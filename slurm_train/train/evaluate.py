@@ -15,6 +15,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.config.schema import measured_average
 from slurm_train.data.batches import evaluation_batches
 from slurm_train.data.generators import positions_of, seed_each
+from slurm_train.data.length_batches import evaluation_by_length
 from slurm_train.data.source import SampleSource, describe, lengths_of
 from slurm_train.distributed.seeds import mix, seed_streams, stream_positions
 from slurm_train.errors import ConfigError
@@ -197,7 +199,7 @@ class Evaluator:
             rank=layout.data_parallel_index(self.rank.place.rank),
             size=layout.data_parallel_size,
             batch_size=self._batch_size,
-            lengths=lengths_of(source) if by_length else None,
+            divide=partial(evaluation_by_length, lengths_of(source)) if by_length else None,
             most=self._num_samples(),
             in_blocks=bool(self._draws),
         )

@@ -19,8 +19,9 @@ from torch import nn
 
 from slurm_train.checkpoint.state import can_pin
 from slurm_train.config.batch import cut_equally, num_batches, shares_by_weight, shares_in_words
-from slurm_train.data.batches import BatchStream, GlobalBatches, LengthBatches, MicroBatch, Prefetch, Split
+from slurm_train.data.batches import BatchStream, GlobalBatches, MicroBatch, Prefetch, Split
 from slurm_train.data.build import prefetch_depth
+from slurm_train.data.length_batches import LengthBatches
 from slurm_train.data.mapstyle import Padding
 from slurm_train.data.order import DIGEST_MODULUS, SampleOrder, samples_digest
 from slurm_train.data.source import Draw, SampleSource, lengths_of

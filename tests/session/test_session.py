@@ -694,13 +694,14 @@ def test_a_program_is_told_that_files_of_its_own_go_into_the_run_directory(
 ) -> None:
     config = RunConfig(checkpoint=CheckpointSection(local_dir="/tmp"))
     _hearts.append(Heartbeat())
-    session = join_alone(new_run(tmp_path), heartbeat=_hearts[-1], config=config)
+    run = new_run(tmp_path)
+    session = join_alone(run, heartbeat=_hearts[-1], config=config)
     for step in (1, 2):
         with session.save(step) as folder:
             (folder / "model.pt").touch()
     assert capsys.readouterr().err.count("checkpoint.local_dir=/tmp is for those of a `training`") == 1
     assert session.saved is not None and session.saved.step == 2
-    assert session.saved.path == list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    assert session.saved.path == list_checkpoints(run.checkpoints)[0]
 
 
 @pytest.mark.parametrize(
