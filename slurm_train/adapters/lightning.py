@@ -156,6 +156,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             ConfigError: the checkpoint is from within an epoch, and this start has other ranks or batch sizes.
         """
         self._step = self._saved_step = trainer.global_step
+        _begin_next_epoch(trainer)
         fetcher = trainer.fit_loop._data_fetcher
         LIGHTNING.check(**{"wrapping_fetcher" if hasattr(fetcher, "iterator_wrapper") else "fetcher": fetcher})
         self.session.take_signals()
@@ -477,6 +478,22 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._has_noted_refused = True
         if self.session.saved is not None:
             self.best_model_path = str(self.session.saved.path / _FILE)
+
+
+def _begin_next_epoch(trainer: pl.Trainer) -> None:
+    """Lets a training that is counted in steps go on with the next epoch where it was saved at the end of one.
+
+    Lightning (2.6) goes on so where `max_epochs` counts. With `max_steps` it would take another batch for the epoch
+    that is over, and begin the next one after it.
+    """
+    loop = trainer.fit_loop
+    if not loop.restarted_on_epoch_end:
+        return
+    # Its property sets it back where steps count.
+    loop._restarting = False
+    loop.epoch_loop.restarting = False
+    loop.update_restart_stage()
+    loop.epoch_progress.increment_completed()
 
 
 def _acts_at_epoch_start(callback: Any) -> bool:

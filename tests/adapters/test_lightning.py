@@ -278,6 +278,7 @@ EVERY_3: dict[str, Any] = {"val_check_interval": 3}
 ACROSS_EPOCHS: dict[str, Any] = {"val_check_interval": 12, "check_val_every_n_epoch": None}
 EVERY_2_EPOCHS: dict[str, Any] = {"check_val_every_n_epoch": 2}
 NO_VALIDATION: dict[str, Any] = {"limit_val_batches": 0}
+IN_STEPS: dict[str, Any] = {"max_steps": 40, "max_epochs": -1}
 STREAM: dict[str, Any] = {"limit_val_batches": 1.0}
 
 
@@ -294,6 +295,8 @@ STREAM: dict[str, Any] = {"limit_val_batches": 1.0}
         pytest.param("step", ACROSS_EPOCHS, [8, 12], id="where validations do not follow epochs"),
         pytest.param("epoch", EVERY_2_EPOCHS, [8, 16], id="where every second epoch has a validation"),
         pytest.param("epoch", NO_VALIDATION, [16, 40], id="at the end of epochs without validation"),
+        pytest.param("epoch", NO_VALIDATION | IN_STEPS, [16, 35], id="at the end of an epoch, counted in steps"),
+        pytest.param("epoch", IN_STEPS, [8, 16], id="where a validation is due, counted in steps"),
         pytest.param("step", STREAM, [3, 10, 16], id="of a stream, from which a batch is taken ahead"),
     ],
 )
@@ -314,12 +317,12 @@ def test_a_stop_changes_no_step_and_no_validation(
 
         module = programs.Training(schedule)
         callbacks: list[Any] = [programs.Stopping(stop, stop_at)]
-        if settings is not NO_VALIDATION:
+        if settings.get("limit_val_batches") != 0:
             callbacks.append(lightning.callbacks.EarlyStopping("val_loss", patience=4))
         with joined(run, stop):
             callback = adapter.SessionCallback()
-            length = {"max_epochs": 5, "num_sanity_val_steps": 0}
-            trainer = lightning.Trainer(callbacks=[*callbacks, callback], **programs.QUIET, **length, **settings)
+            length = {"max_epochs": 5, "num_sanity_val_steps": 0} | settings
+            trainer = lightning.Trainer(callbacks=[*callbacks, callback], **programs.QUIET, **length)
             sampler = DistributedSampler(data, num_replicas=1, rank=0)
             samples = (
                 loader(programs.Stream(), batch_size=2) if is_stream else loader(data, batch_size=2, sampler=sampler)
