@@ -77,6 +77,7 @@ _UNUSED: Mapping[str, Mapping[str, Any]] = {
     "batch": {"by_length": False, "pool": 64, "growth": {}},
     "optim": {"_target_": "torch.optim.AdamW", "groups": [], "decay_samples": None},
     "ddp": {"comm": "none"},
+    "data": {"document_mask": False},
     "train": {
         "max_epochs": None,
         "evaluate_from": None,
@@ -84,6 +85,7 @@ _UNUSED: Mapping[str, Mapping[str, Any]] = {
         "generate": None,
         "follow": None,
         "param_dtype": "float32",
+        "compile_mode": "default",
     },
 }
 
@@ -207,7 +209,7 @@ def config_hash(config: RunConfig, *, global_size: int) -> str:
     """Returns the hash of what is trained, 64 hex digits (sha256 of canonical JSON); the run id is its beginning."""
     mapping = identity(config, global_size=global_size)
     for section, unused in _UNUSED.items():
-        if section in mapping:
+        if mapping.get(section):
             kept = {key: value for key, value in mapping[section].items() if (key, value) not in unused.items()}
             mapping[section] = kept
     for section in ("ddp", "callbacks"):

@@ -222,15 +222,18 @@ class TrainSection:
     """Whether held-out samples are evaluated, if there are any; false for a run that is only timed."""
     log_every_steps: Count = 10
     """Optimizer steps between lines of metrics.jsonl."""
-    precision: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
-    """Autocast type; float16 uses dynamic loss scaling. fp8: bfloat16, but the matrix products of blocks are in float8
-    (extra: fp8; GPUs of Ada, Hopper and later). auto is the fastest that all GPUs of the run have: bfloat16
-    (Ampere and later), float16 (Volta, Turing), else float32; on CPUs float32."""
+    precision: Literal["auto", "float32", "tf32", "bfloat16", "float16", "fp8"] = "auto"
+    """Autocast type; float16 uses dynamic loss scaling. tf32: float32, but GPUs (Ampere and later) multiply with
+    10 bits of each mantissa, up to eight times as fast; float32 multiplies exactly. fp8: bfloat16, but the matrix
+    products of blocks are in float8 (extra: fp8; GPUs of Ada, Hopper and later). auto is the fastest that all GPUs of
+    the run have: bfloat16 (Ampere and later), float16 (Volta, Turing), else float32; on CPUs float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the parameters, and with it that of gradients, moments and checkpoints. bfloat16 takes half of the memory
     and computes in bfloat16 everywhere, but small updates are rounded away."""
     compile: bool | Literal["auto"] = "auto"
     """Compiles model and loss with torch.compile; auto: on GPUs. The first step of each attempt then takes longer."""
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """Mode of torch.compile; the other one times several kernels for each product: minutes more in the first step."""
     deterministic: bool = False
     """Uses deterministic kernels, and one algorithm of NCCL: repeatable bit for bit on the same hardware and software,
     but slower. Without it, attention and additions in parallel may round differently on a GPU from run to run."""
@@ -713,13 +716,14 @@ class GptSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingSection:
-    """What any `data` may have besides the keywords of its target (`data.build`)."""
+    """Keys of `data` whose types are known whatever its target is (`data.build`)."""
 
     heldout: dict[str, Any] | None = None
     num_workers: NonNegativeInt | Literal["auto"] = "auto"
     prefetch: NonNegativeInt | None = None
     keyed_randomness: bool = True
     allow_world_change: bool = False
+    document_mask: bool = False
 
 
 def check_groups(config: RunConfig) -> None:

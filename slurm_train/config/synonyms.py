@@ -72,12 +72,17 @@ _SETTINGS = {
     "train.precision=<!float16|off:float32>": "fp16 float16 half 16-mixed use_fp16",
     "train.precision=<!fp8|off:auto>": "fp8 float8 enable_float8 transformer-engine model.converters",
     "train.precision=float32": "fp32 float32 full_precision",
+    "train.precision=<!tf32|off:float32>": "tf32 allow_tf32 enable_tf32 float32_matmul_precision matmul_precision",
     "train.param_dtype=<bfloat16|float32|off:float32>": (
         "pure_bf16 full_bf16 bf16_params model_dtype param_dtype training.dtype"
     ),
     "train.compile=<!true|off:false>": (
-        "torch_compile compile use_compile compile.enable torchcompile compile_config torch_compile_mode "
-        "torch_compile_backend"
+        "torch_compile compile use_compile compile.enable torchcompile compile_config torch_compile_backend"
+    ),
+    "train.compile_mode=max-autotune-no-cudagraphs": "torch_compile_mode compile_mode max_autotune",
+    "data.document_mask=<!true|off:false>": (
+        "document_mask doc_mask intra_document_mask block_causal attn_mask_type reset_attention_mask "
+        "reset_position_ids use_document_mask"
     ),
     "train.deterministic=<!true|off:false>": "deterministic full_determinism deterministic_mode",
     "train.log_every_steps=<10>": (
@@ -365,7 +370,6 @@ _ADVICE = {
     "there is none: torch.autograd.set_detect_anomaly(True) in the model's file; health.on_non_finite acts on NaN": (
         "detect_anomaly"
     ),
-    "there is none: torch.set_float32_matmul_precision('high') in the model's file": "tf32",
     "there is none: the model's own code does it, model._target_=my_package.MyModel": (
         "freeze frozen drop_path drop_block neftune_noise_alpha use_liger_kernel load_in_4bit "
         "load_in_8bit quantization head_init_scale bn_momentum bn_eps"

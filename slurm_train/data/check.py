@@ -17,7 +17,7 @@ from slurm_train.errors import ConfigError, DataError
 from slurm_train.rundir.files import read_json
 
 _KEYS_OF_PACKING = ("path", "text_column", "tokenizer", "held_out", "cache")
-_OTHER_KEYS_OF_PACKED = ("_target_", "context", "split", "heldout", "prefetch", "allow_world_change")
+_OTHER_KEYS_OF_PACKED = ("_target_", "context", "split", "heldout", "prefetch", "allow_world_change", "document_mask")
 """Settings of packed text, and of any data set, that change nothing of the shards."""
 
 
@@ -30,7 +30,8 @@ def known_fingerprint(data: Mapping[str, Any], *, cwd: Path, split: Split = "tra
         split: which samples.
     """
     shards, context = _shards_of(data, cwd=cwd, split=split)
-    return fingerprint_of((shard.xxh3_128 for shard in shards), context=context) if shards else None
+    hashes = [shard.xxh3_128 for shard in shards]
+    return fingerprint_of(hashes, context=context, document_mask=data.get("document_mask") is True) if shards else None
 
 
 def known_num_samples(data: Mapping[str, Any], *, cwd: Path) -> int | None:

@@ -249,8 +249,9 @@ def default_path() -> Path:
     return Path("~/.cache/slurm_train").expanduser() / f"stdlib-{platform.python_version()}"
 
 
-def fingerprint_of(hashes: Iterable[str], *, context: int) -> str:
-    """Returns the fingerprint of prepared text: its shards' hashes and the length of a window, 32 hex digits."""
+def fingerprint_of(hashes: Iterable[str], *, context: int, document_mask: bool = False) -> str:
+    """Returns the fingerprint of prepared text: its shards' hashes and the form of a window, 32 hex digits."""
     import xxhash
 
-    return xxhash.xxh3_128_hexdigest(f"{context} {' '.join(hashes)}".encode())
+    form = f"{context} by document" if document_mask else f"{context}"
+    return xxhash.xxh3_128_hexdigest(f"{form} {' '.join(hashes)}".encode())

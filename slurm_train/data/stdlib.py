@@ -23,7 +23,9 @@ _SKIPPED = (
 _HELD_OUT = 0.05
 
 
-def build(*, context: int = 256, path: str | None = None, split: Split = "train") -> TokenSource:
+def build(
+    *, context: int = 256, path: str | None = None, document_mask: bool = False, split: Split = "train"
+) -> TokenSource:
     """Returns a split of the standard library's source as windows of `context` tokens.
 
     Any number of processes may call it at once.
@@ -32,6 +34,7 @@ def build(*, context: int = 256, path: str | None = None, split: Split = "train"
         context: tokens of a window.
         path: directory of the shards, made there if it does not exist; on a cluster one that all nodes see. None
             takes `default_path()`.
+        document_mask: as for `data.text.build`.
         split: "train" or "heldout".
 
     Raises:
@@ -44,4 +47,4 @@ def build(*, context: int = 256, path: str | None = None, split: Split = "train"
         documents = find_documents([Path(sysconfig.get_path("stdlib"))], suffixes=[".py"], skipped=_SKIPPED)
         source = f"source of the Python {platform.python_version()} standard library"
         index = prepare_documents(documents, out=directory, options=PrepareOptions(held_out=_HELD_OUT), source=source)
-    return TokenSource(directory, index=index, context=context, split=split)
+    return TokenSource(directory, index=index, context=context, split=split, document_mask=document_mask)

@@ -30,15 +30,19 @@ class TokenSource:
         index: what `read_index(directory)` gave.
         context: T, tokens of a window.
         split: "train" or "heldout".
+        document_mask: batches say where each token is in its document, so that attention stays within it.
 
     Raises:
         DataError: no shard is as long as one window.
     """
 
-    def __init__(self, directory: Path, *, index: ShardIndex, context: int, split: Split) -> None:
+    def __init__(
+        self, directory: Path, *, index: ShardIndex, context: int, split: Split, document_mask: bool = False
+    ) -> None:
         self.index = index
         self.context = context
         self.split = split
+        self.document_mask = document_mask
         self._directory = directory
         self._shards = index.splits[split].shards
         up = context - 1 if split == "heldout" else 0  # a last, shorter window counts as one
@@ -88,15 +92,36 @@ class TokenSource:
         return map_tokens(self._directory, self.index, self.split)
 
     def fingerprint(self) -> str:
-        """Returns a hash over the shards' hashes and the window's length."""
+        """Returns a hash over the shards' hashes, the window's length, and whether documents are kept apart."""
         hashes = (shard.xxh3_128 for shard in self.index.splits[self.split].shards)
-        return fingerprint_of(hashes, context=self.context)
+        return fingerprint_of(hashes, context=self.context, document_mask=self.document_mask)
 
     def batch(self, indices: Int64Array) -> tuple[Tensor, ...]:
         """Returns the windows with these numbers: inputs and targets, each int64 (B, T).
 
-        Targets that pad a short window are IGNORED; the inputs at these positions are 0.
+        Targets that pad a short window are IGNORED; the inputs at these positions are 0. With `document_mask` a third
+        tensor has the position of each input in its document.
         """
+        inputs_BT, targets_BT = self._windows(indices)
+        if not self.document_mask:
+            return inputs_BT, targets_BT
+        return inputs_BT, targets_BT, self._position_ids(inputs_BT)
+
+    def _position_ids(self, inputs_BT: Tensor) -> Tensor:
+        """Returns where each token is in its document, int64 (B, T); a window begins one, too.
+
+        A document begins with its own first tokens where the encoding has such; else with the end of the one before it,
+        from which its first token is predicted.
+        """
+        is_first_BT = inputs_BT == self.index.end_of_document
+        if self.index.begin_of_document:
+            is_first_BT = is_first_BT.roll(1, dims=1)
+        order_T = torch.arange(inputs_BT.shape[1])
+        is_first_BT[:, 0] = True
+        first_BT = torch.where(is_first_BT, order_T, 0).cummax(dim=1).values
+        return order_T - first_BT
+
+    def _windows(self, indices: Int64Array) -> tuple[Tensor, Tensor]:
         if len(self._shards) == 1:
             return self._gather(0, indices)
         shard_of = np.searchsorted(self._starts, indices, side="right") - 1
@@ -136,12 +161,13 @@ def _as_tensors(windows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
 
-def build(*, path: str, context: int = 256, split: Split = "train") -> TokenSource | None:
+def build(*, path: str, context: int = 256, document_mask: bool = False, split: Split = "train") -> TokenSource | None:
     """Returns a split of prepared text as windows of `context` tokens; None for a held-out split that is empty.
 
     Args:
         path: directory of the shards.
         context: tokens of a window.
+        document_mask: whether attention stays within each document, with positions of its own.
         split: "train" or "heldout".
 
     Raises:
@@ -151,7 +177,7 @@ def build(*, path: str, context: int = 256, split: Split = "train") -> TokenSour
     index = read_index(directory)
     if split == "heldout" and not index.splits[split].targets:
         return None
-    return TokenSource(directory, index=index, context=context, split=split)
+    return TokenSource(directory, index=index, context=context, split=split, document_mask=document_mask)
 
 
 def build_packed(
@@ -162,6 +188,7 @@ def build_packed(
     tokenizer: str | None = None,
     held_out: float = 0.1,
     cache: str | None = None,
+    document_mask: bool = False,
     split: Split = "train",
 ) -> TokenSource | None:
     """Returns a split of text files as windows of `context` tokens; None for a held-out split that is empty.
@@ -177,10 +204,11 @@ def build_packed(
         tokenizer: a tokenizer.json of the tokenizers library, or a directory that has one; None encodes bytes.
         held_out: fraction of files and rows to hold out.
         cache: where the tokens are kept, on a cluster a directory that all nodes see.
+        document_mask: as for `build`.
         split: "train" or "heldout".
 
     Raises:
         DataError: the text cannot be read, or the tokens cannot be written.
     """
     packing = Packing(path, text_column=text_column, tokenizer=tokenizer, held_out=held_out, cache=cache)
-    return build(path=str(packing.make()), context=context, split=split)
+    return build(path=str(packing.make()), context=context, document_mask=document_mask, split=split)

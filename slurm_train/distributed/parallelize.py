@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import itertools
 import logging
 import warnings
@@ -616,4 +617,6 @@ def _kept_operations() -> list[Any]:
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     sums = [exchanges.all_reduce, exchanges.reduce_scatter_tensor]
     packets = [*sums, *(getattr(aten, f"_scaled_dot_product_{name}", None) for name in names)]
-    return [*_matrix_products(), *(packet.default for packet in packets if packet is not None)]
+    # Attention within documents (`models.documents`) is an operation of another kind.
+    flex = importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention
+    return [*_matrix_products(), *(packet.default for packet in packets if packet is not None), flex]

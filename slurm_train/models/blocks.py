@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_train.errors import ConfigError
+from slurm_train.models.documents import DocumentMask, attend_in_blocks
 
 SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
 
@@ -63,11 +64,20 @@ class BlockShape:
 class TokenEmbedding(nn.Embedding):
     """An embedding whose rows tensor parallelism may spread over its ranks: all of them get all vectors."""
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Returns (B, T, C), under autocast to bfloat16 in that type: the residual stream keeps it."""
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """Returns (B, T, C), under autocast to bfloat16 in that type: the residual stream keeps it.
+
+        Args:
+            tokens_BT: int64 (B, T).
+            positions_BT: int64 (B, T), where each token is in its text; blocks turn by it. None: in order.
+        """
+        del positions_BT
+        return self._embed(tokens_BT)
+
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
         weight: Any = self.weight
         if not hasattr(weight, "placements"):
-            return _as_stream(super().forward(tokens_BT))
+            return _as_stream(functional.embedding(tokens_BT, self.weight))
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         own_VC = weight.to_local()
@@ -98,11 +108,12 @@ class LearnedPositions(TokenEmbedding):
         self.positions = nn.Embedding(context, width)
         self.register_buffer("order_T", torch.arange(context), persistent=False)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Returns (B, T, C)."""
-        embedded_BTC: Tensor = super().forward(tokens_BT)
-        position_TC: Tensor = self.positions(self.order_T[: tokens_BT.shape[1]])
-        return embedded_BTC + position_TC.to(embedded_BTC.dtype)
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """Returns (B, T, C); arguments as for `TokenEmbedding`."""
+        embedded_BTC = self._embed(tokens_BT)
+        order: Tensor = self.order_T[: tokens_BT.shape[1]] if positions_BT is None else positions_BT
+        position: Tensor = self.positions(order)
+        return embedded_BTC + position.to(embedded_BTC.dtype)
 
 
 def _as_stream(x_BTC: Tensor) -> Tensor:
@@ -153,28 +164,45 @@ def _is_lowered(x_BTC: Tensor) -> bool:
 class Mixing(nn.Module):
     """Scaled-dot-product attention as a part with a name, where the positions of a sequence meet."""
 
-    def forward(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, **options: Any) -> Tensor:
-        """Returns (B, H, T, D); options are those of torch's `scaled_dot_product_attention`."""
-        return functional.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, **options)
+    def forward(
+        self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, attn_mask: DocumentMask | None = None, **options: Any
+    ) -> Tensor:
+        """Returns (B, H, T, D).
+
+        Args:
+            q_BHTD: queries.
+            k_BHTD: keys.
+            v_BHTD: values.
+            attn_mask: what `documents.document_mask` gives; None for plain causal attention.
+            **options: those of torch's `scaled_dot_product_attention`.
+        """
+        if attn_mask is None or isinstance(attn_mask, Tensor):
+            return functional.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, attn_mask=attn_mask, **options)
+        return attend_in_blocks(q_BHTD, k_BHTD, v_BHTD, attn_mask, is_grouped=options["enable_gqa"])
 
 
-class Angles:
-    """By how much queries and keys are turned at each position.
+class Places:
+    """Where the positions at hand are: the angles that queries and keys are turned by, and which of them meet.
 
-    One object and not two tensors: where FSDP gathers in bfloat16 it casts the tensors among a block's arguments too,
-    and angles in bfloat16 are off by up to 0.002.
+    One object and not tensors: where FSDP gathers in bfloat16 it casts the tensors among a block's arguments too, and
+    angles in bfloat16 are off by up to 0.002.
 
     Args:
-        cos_TD: float32 cosines of `rotary_table`, for the positions at hand.
+        cos_TD: float32 cosines of `rotary_table`, (T, D), or (B, 1, T, D) where each sequence has positions of its own;
+            None where positions are learned.
         sin_TD: float32 sines.
+        mask: which positions meet, from `documents.document_mask`; None: each meets all before it.
     """
 
-    def __init__(self, cos_TD: Tensor, sin_TD: Tensor) -> None:
+    def __init__(self, cos_TD: Tensor | None, sin_TD: Tensor | None, *, mask: DocumentMask | None = None) -> None:
         self.cos_TD = cos_TD
         self.sin_TD = sin_TD
+        self.mask = mask
 
     def rotate(self, x_BHTD: Tensor) -> Tensor:
-        """Returns the vectors turned by the angle of their position."""
+        """Returns the vectors turned by the angle of their position; as they are where positions are learned."""
+        if self.cos_TD is None or self.sin_TD is None:
+            return x_BHTD
         first, second = x_BHTD.chunk(2, dim=-1)
         turned_BHTD = x_BHTD * self.cos_TD + torch.cat((-second, first), dim=-1) * self.sin_TD
         return turned_BHTD.to(x_BHTD.dtype)
@@ -197,18 +225,17 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=shape.bias)
         self.mix = Mixing()
 
-    def forward(self, x_BTC: Tensor, angles: Angles | None) -> Tensor:
-        """Returns the mixed values, (B, T, C); nothing is turned where no angles are given."""
+    def forward(self, x_BTC: Tensor, places: Places) -> Tensor:
+        """Returns the mixed values, (B, T, C)."""
         q_BHTD, k_BHTD, v_BHTD = map(self._heads, self._project(x_BTC))
-        if angles is not None:
-            q_BHTD = angles.rotate(q_BHTD)
-            k_BHTD = angles.rotate(k_BHTD)
         mixed_BHTD = self.mix(
-            q_BHTD,
-            k_BHTD,
+            places.rotate(q_BHTD),
+            places.rotate(k_BHTD),
             v_BHTD,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            # torch takes one of the two; the mask is causal, too.
+            is_causal=places.mask is None,
+            attn_mask=places.mask,
             enable_gqa=self.is_grouped,
         )
         out_BTC: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
@@ -272,9 +299,9 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x_BTC: Tensor, angles: Angles | None) -> Tensor:
+    def forward(self, x_BTC: Tensor, places: Places) -> Tensor:
         """Returns the residual stream after this layer, (B, T, C)."""
-        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), angles))
+        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), places))
         mixed_BTC: Tensor = self.dropout(self.feed_forward(self.feed_forward_norm(x_BTC)))
         return x_BTC + mixed_BTC
 

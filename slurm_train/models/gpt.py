@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from slurm_train.config.schema import GptSection, build_config
 from slurm_train.errors import ConfigError
-from slurm_train.models.blocks import Angles, Block, BlockShape
+from slurm_train.models.blocks import Block, BlockShape, Places
+from slurm_train.models.documents import document_mask
 from slurm_train.models.head import Head
 from slurm_train.models.sampling import sample
 
@@ -124,12 +125,14 @@ class GPT(nn.Module):
         elif name.endswith("norm.weight"):
             nn.init.ones_(part)
 
-    def forward(self, tokens_BT: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
         """Returns the logits of the next token at every position, or how far they are from its targets.
 
         Args:
             tokens_BT: int64 (B, T) with T <= context.
             targets: int64 (B, T), the next tokens; -100 where one does not count.
+            position_ids: int64 (B, T), where each token is in its document; 0 begins another one, which sees nothing of
+                those before it. None: a sequence is one document.
 
         Returns:
             (B, T, V), float32, or bfloat16 under autocast; with targets what `head.linear_cross_entropy` gives.
@@ -140,14 +143,26 @@ class GPT(nn.Module):
                 f"a sequence of {positions} tokens was given to a model of context {self.context}",
                 hint=f"set model.context={positions} or data.context={self.context}",
             )
-        x_BTC = self.dropout(self.embedding(tokens_BT))
-        angles = None
-        if self.cos_TD is not None and self.sin_TD is not None:
-            angles = Angles(self.cos_TD[:positions], self.sin_TD[:positions])
+        x_BTC = self.dropout(self.embedding(tokens_BT, position_ids))
+        places = self._places(positions, position_ids)
         for block in self.blocks:
-            x_BTC = block(x_BTC, angles)
+            x_BTC = block(x_BTC, places)
         given: Tensor = self.head(self.norm(x_BTC), targets)
         return given
+
+    def _places(self, positions: int, position_ids: Tensor | None) -> Places:
+        """Returns where the positions at hand are; without `position_ids` the first ones, in order."""
+        tables = (self.cos_TD, self.sin_TD)
+        if position_ids is None:
+            return Places(*(None if table is None else table[:positions] for table in tables))
+        # As many rows as positions, with an axis for the heads.
+        rows = (None if table is None else table[position_ids].unsqueeze(1) for table in tables)
+        has_dropout = self.training and self.shape.dropout > 0
+        return Places(*rows, mask=document_mask(position_ids, compiled=self._is_compiled(), has_dropout=has_dropout))
+
+    def _is_compiled(self) -> bool:
+        """Returns whether blocks are compiled: within a graph of the whole model, or one by one."""
+        return torch.compiler.is_compiling() or any(block._compiled_call_impl is not None for block in self.blocks)
 
     def sharding_plan(self) -> tuple[str, ...]:
         """Returns the parts whose parameters are gathered together, as patterns of names; the rest is one more."""

@@ -10,6 +10,9 @@ either or both. Otherwise a batch is (inputs, targets) and `model(inputs)` is sc
 whole numbers and by squared error where they are not (`models.scores`). A language model whose last layer computes
 the cross entropy itself (`models.head`) has `takes_targets = True` and is called as `model(inputs, targets=targets)`.
 
+Such a batch may have a third tensor, (inputs, targets, position_ids) of texts: where each token is in its document, 0
+where another one begins (`models.documents`). It is for models whose `forward` takes `position_ids`.
+
 Or a batch is a dict: the model gets its tensors by name. A model that takes `labels` and gives a loss for them, as
 those of transformers do, is trained with that loss; it is a mean, and counts as many times as labels count
 (`models.own_loss`). A model that gives scores alone is scored by the cross entropy of `labels`.
@@ -57,6 +60,8 @@ _TOLERANCE = 1e-3
 _LOW_TOLERANCE = 3e-2
 """The same in types of 16 bits."""
 _NUM_SHOWN = 3
+_WITH_POSITIONS = 3
+"""Tensors of a batch (inputs, targets, position_ids)."""
 _OTHER_LABELS = ("label", "label_ids", "target", "targets", "y")
 """What labels are called elsewhere; the collators of transformers rename the first two."""
 _REDUCTIONS = ("ctc_loss_reduction",)
@@ -193,6 +198,18 @@ class Objective(nn.Module):
         return self._loss_for(samples).check_scores(samples, labels)
 
     @torch.no_grad()
+    def check_documents(self, samples: Batch) -> None:
+        """Checks that the model keeps the documents of a sequence apart. Collective where the model is cut.
+
+        Args:
+            samples: some of a micro-batch, on the model's device.
+
+        Raises:
+            ConfigError: the scores of a document depend on the tokens before it.
+        """
+        self._loss_for(samples).check_documents(samples)
+
+    @torch.no_grad()
     def compare(self, batch: Batch, *, is_precise: bool) -> str | None:
         """Compares the loss that is trained with what the model computes itself. Collective where it is cut.
 
@@ -241,6 +258,10 @@ class Loss(ABC):
     def check_scores(self, _samples: Batch, _labels: Tensor | None) -> str | None:
         """Returns what `Objective.check_scores` does."""
         return None
+
+    def check_documents(self, _samples: Batch) -> None:
+        """Does what `Objective.check_documents` does."""
+        return
 
     @abstractmethod
     def compare(self, batch: Batch, *, tolerance: float) -> str | None:
@@ -560,6 +581,8 @@ class ScoreLoss(Loss):
             hasattr(model, "takes_targets") and "targets" in inspect.signature(model.forward).parameters
         )
         """Whether `model(inputs, targets=targets)` gives what `models.head.linear_cross_entropy` does."""
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        """Whether the model can keep documents of one sequence apart."""
         self.default_loss = default_loss
         self.own_loss = own_loss_of(model)
         """What the model says of a loss of its own."""
@@ -630,7 +653,7 @@ class ScoreLoss(Loss):
             self._check_names(batch)
         else:
             self._check_call(batch)
-            if len(batch) == 2 and not self.gives_loss_of_tuples:
+            if len(batch) in (2, _WITH_POSITIONS) and not self.gives_loss_of_tuples:
                 require_values(batch[1])
         self._require_labels_of_own_loss(batch)
         pair = _sequences_in(batch)
@@ -748,6 +771,35 @@ class ScoreLoss(Loss):
         self._said.update(new_notes)
         return "; ".join(new_notes) or None
 
+    def check_documents(self, samples: Batch) -> None:
+        """Checks that the scores of a document do not depend on the tokens before it.
+
+        Those of the shipped GPT do not. A model of a library may take `position_ids` and use them to turn by alone.
+        """
+        has_positions = isinstance(samples, tuple) and len(samples) == _WITH_POSITIONS
+        if self.takes_targets or not has_positions:
+            return
+        first: Any = samples
+        tokens = first[0][:1]
+        # Two documents of equal length, so that all ranks do the same whatever their samples are.
+        half = tokens.shape[1] // 2
+        order = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        position_ids = torch.where(order < half, order, order - half)
+        others = tokens.clone()
+        others[:, :half] = tokens[:, half : 2 * half]
+        with self._evaluating():
+            scores, changed = (
+                precise(self._scores_in(self.model(words, position_ids=position_ids))) for words in (tokens, others)
+            )
+        difference = float((scores - changed)[:, half:].abs().max())
+        if difference > _LOW_TOLERANCE * max(float(scores[:, half:].abs().max()), 1.0):
+            raise ConfigError(
+                f"{self.own_loss.name} takes position_ids, and the scores of a document still depend on the tokens of "
+                f"the one before it (by {difference:.3g})",
+                hint="data.document_mask=false trains it as it is; an attention of its own has to begin anew where "
+                "position_ids are 0",
+            )
+
     def compare(self, batch: Batch, *, tolerance: float) -> str | None:
         """Compares the loss with that of a model that takes labels beside the inputs, too."""
         if not self.own_loss.takes_labels or isinstance(batch, dict) or len(batch) != 2:
@@ -823,7 +875,13 @@ class ScoreLoss(Loss):
         """Checks that the model can be called with what `_call` gives it of a tuple."""
         name = type(self.model).__name__
         _require_forward(self.model)
-        if len(batch) != 2:
+        if len(batch) == _WITH_POSITIONS and not self.takes_positions:
+            raise ConfigError(
+                f"the samples say where each token is in its document, and {name}.forward takes no position_ids",
+                hint="data.document_mask=false lets a token attend to the documents before its own; or let forward "
+                "take position_ids, 0 where a document begins",
+            )
+        if len(batch) not in (2, _WITH_POSITIONS):
             return
         words = {"targets": None} if self.takes_targets else {}
         if self.gives_loss_of_tuples:
@@ -849,17 +907,18 @@ class ScoreLoss(Loss):
                 return self.model(**self.own_loss.words(batch))
             words = {name: tensor for name, tensor in batch.items() if name != LABELS}
             return self.model(**words, targets=self._targets(batch))
-        if len(batch) != 2:
+        if len(batch) not in (2, _WITH_POSITIONS):
             raise ConfigError(
                 f"a batch of {len(batch)} tensors has no (inputs, targets)",
                 hint="define training_loss(batch) and evaluation_sums(batch) on the model",
             )
-        inputs, targets = batch
+        inputs, targets, *positions = batch
+        words = {"position_ids": positions[0]} if positions else {}
         if self.takes_targets:
-            return self.model(inputs, targets=targets)
+            return self.model(inputs, targets=targets, **words)
         if self.gives_loss_of_tuples:
-            return self.model(inputs, **self.own_loss.words({LABELS: targets}))
-        return self.model(inputs)
+            words |= self.own_loss.words({LABELS: targets})
+        return self.model(inputs, **words)
 
     def num_too_long(self, batch: Batch) -> int:
         """Returns how many samples of a batch on the CPU have more tokens than the model has positions."""
@@ -970,8 +1029,8 @@ def _sequences_in(batch: Batch) -> tuple[Tensor, Tensor] | None:
     if isinstance(batch, dict):
         inputs = batch.get("input_ids")
         targets = batch.get(LABELS)
-    elif len(batch) == 2:
-        inputs, targets = batch
+    elif len(batch) in (2, _WITH_POSITIONS):
+        inputs, targets = batch[:2]
     else:
         return None
     if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
@@ -997,10 +1056,10 @@ def _names_of_losses(model: nn.Module) -> list[str]:
 
 
 def labels_in(batch: Batch) -> Tensor | None:
-    """Returns `labels` of a dict, or the second of (inputs, targets); None for other tuples."""
+    """Returns `labels` of a dict, or the second of (inputs, targets) and position_ids; None for other tuples."""
     if isinstance(batch, dict):
         return batch.get(LABELS)
-    return batch[1] if len(batch) == 2 else None
+    return batch[1] if len(batch) in (2, _WITH_POSITIONS) else None
 
 
 def _num_correct(scores: Any, labels: Tensor | None) -> Tensor | None:

@@ -264,7 +264,7 @@ def _legal(config: RunConfig, world: World) -> Iterator[tuple[ParallelLayout, La
 def _cuts(config: RunConfig, layout: ParallelLayout) -> Iterator[LayoutFacts]:
     """Yields what is known of a layout for each size of micro-batch that the batch can be cut into."""
     asked = config.batch
-    half = config.train.precision != "float32"
+    half = config.train.precision not in ("float32", "tf32")
     size = 1
     while asked.local_size is not None or size * layout.data_parallel_size <= (asked.global_size or 1):
         try:

@@ -458,6 +458,12 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
             f"set {name}._target_=my_package.name, or choose a shipped one",
         )
     yield (
+        (config.data or {}).get("document_mask") is True and config.parallel.cp not in (1, -1),
+        f"data.document_mask=true was asked with parallel.cp={config.parallel.cp}, which cuts sequences into parts "
+        "whose attention has no document mask",
+        "set data.document_mask=false, or leave parallel.cp at 1",
+    )
+    yield (
         ddp.find_unused_parameters and ddp.static_graph,
         "ddp.find_unused_parameters=true looks for other parameters in every step, and ddp.static_graph=true promises "
         "that they are the same",

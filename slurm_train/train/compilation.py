@@ -59,6 +59,7 @@ def compile_in_place(parts: Parts, objective: Objective) -> None:
     if not parts.rank.compiles:
         return
     mark_compilations(parts.rank)
+    set_compile_mode(parts.rank.config.train.compile_mode)
     rank = parts.rank
     if rank.layout.is_replicated and not is_deep(parts.model, num_replicas=rank.place.world_size):
         objective.compile()
@@ -72,6 +73,18 @@ def compile_in_place(parts: Parts, objective: Objective) -> None:
     for module in parts.model.modules():
         if isinstance(module, Head):
             module.compile()
+
+
+def set_compile_mode(mode: str) -> None:
+    """Lets all graphs of this process be compiled in a mode of torch.compile, whatever compiles them.
+
+    Args:
+        mode: e.g. "max-autotune-no-cudagraphs". Those with CUDA graphs would need static inputs and gradients.
+    """
+    import torch._inductor.config
+
+    for name, value in torch._inductor.list_mode_options(mode).items():
+        setattr(torch._inductor.config, name, value)
 
 
 def mark_compilations(rank: Rank) -> None:

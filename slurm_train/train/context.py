@@ -8,6 +8,7 @@ What the function returns is the exit code: None or 0 done, 75 "saved, run me ag
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,8 +55,18 @@ _DETERMINISTIC = {
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
 }
-_AUTOCAST = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
+_AUTOCAST = {
+    "float32": None,
+    "tf32": None,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
 """Types by name; ranks with different devices use the first that one of them needs."""
+_NOTE_OF_TF32 = (
+    "note: train.precision=float32 multiplies exactly; train.precision=tf32 is several times as fast on these GPUs, "
+    "with 10 bits of each mantissa"
+)
 # MI300, MI350 and RDNA 4, as torch's own scaled products ask for.
 _FLOAT8_OF_AMD = ("gfx94", "gfx95", "gfx12")
 
@@ -130,6 +141,10 @@ class Rank(RankRun):
         device = choose_device(self.place, self.env)
         if train.precision == "fp8":
             require_float8(device)
+        if train.precision == "tf32":
+            torch.set_float32_matmul_precision("high")
+        elif train.precision == "float32" and device.type == "cuda" and self.place.rank == 0 and _has_tf32(device):
+            print(_NOTE_OF_TF32, file=sys.stderr, flush=True)
         stay_near(device, self.env)
         return replace(self, device=device)
 
@@ -197,6 +212,11 @@ def native_precision(device: torch.device) -> str:
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bfloat16"
     return "float16" if torch.cuda.get_device_capability(device) >= (7, 0) else "float32"
+
+
+def _has_tf32(device: torch.device) -> bool:
+    """Returns whether a GPU multiplies float32 much faster with a part of the mantissa: NVIDIA's since Ampere."""
+    return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def require_float8(device: torch.device) -> None:

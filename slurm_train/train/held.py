@@ -71,9 +71,11 @@ class HeldModel:
         with self._inputs.in_precision():
             if self._pipeline is None:
                 return self.objective.evaluation_sums(batch)
-            inputs, targets = batch
+            inputs, targets, *positions = batch
             scores = self.objective.scores
             words = {"targets": targets} if scores.takes_targets else {}
+            if positions:
+                words["position_ids"] = positions[0]
             outputs = self._pipeline.forward(inputs, **words)
             return {} if outputs is None else scores.sums_of(outputs, targets)
 

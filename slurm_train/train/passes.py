@@ -117,6 +117,12 @@ class Passes(HeldModel):
                 f"batches are dicts ({', '.join(batch)}), which a layout of {layout} cannot cut",
                 hint="let the data set give tuples (inputs, targets), or leave parallel.pp and parallel.cp at 1",
             )
+        if layout.cp > 1 and len(batch) > 2:
+            raise ConfigError(
+                f"the samples say where documents begin, and parallel.cp={layout.cp} cuts sequences into parts whose "
+                "attention has no document mask",
+                hint="set data.document_mask=false, or leave parallel.cp at 1",
+            )
         if is_nested(batch) and layout.pp * layout.cp > 1:
             raise ConfigError(
                 f"a batch has lists of tensors, which a layout of {layout} cannot cut",
@@ -137,6 +143,7 @@ class Passes(HeldModel):
             has_lists = is_nested(batch)
             samples = self.few_of(batch)
             with preserved(objective.model), self._inputs.in_precision():
+                objective.check_documents(samples)
                 notes.append(objective.check_scores(samples, labels_in(batch)))
                 notes.append(objective.compare(samples, is_precise=self._rank.autocast is None))
             if not has_lists:
@@ -471,10 +478,13 @@ class PipelinePasses(ShardPasses):
         """Adds up the gradients; all micro-batches of the step are in the pipeline at once."""
         assert num_batches == 1, "the schedule has a fixed number of micro-batches"
         taken = [self.next_batch(batches) for _ in range(self._accumulation)]
-        inputs, targets = (torch.cat(parts) for parts in zip(*taken, strict=True))
+        inputs, targets, *positions = (torch.cat(parts) for parts in zip(*taken, strict=True))
         losses: list[Tensor] = []
         arguments = [inputs] if self._stages.is_first else []
         keywords = dict(self._options)
+        if positions:
+            # Every stage has attention.
+            keywords["position_ids"] = positions[0]
         if self._stages.is_last:
             keywords |= {"target": targets, "losses": losses}
             if self.objective.scores.takes_targets:

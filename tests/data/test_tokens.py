@@ -11,7 +11,7 @@ import torch
 from slurm_train.data import stdlib, text
 from slurm_train.data.check import known_num_samples
 from slurm_train.data.prepare import PrepareOptions, prepare
-from slurm_train.data.shards import check_sizes, read_index
+from slurm_train.data.shards import ShardIndex, SplitIndex, check_sizes, read_index, write_shards
 from slurm_train.data.source import IGNORED
 from slurm_train.data.text import TokenSource
 from slurm_train.errors import DataError
@@ -55,6 +55,33 @@ def test_training_takes_whole_windows_of_each_shard_in_order(shards: Path) -> No
     assert len({one.fingerprint() for one in (train, *others)}) == 3, "content and context"
     with pytest.raises(DataError, match="no train window of 5000 tokens"):
         source(shards, "train", context=5000)
+
+
+@pytest.mark.parametrize("begin", [(), (1, 2)], ids=["after an end", "with tokens of its own"])
+def test_positions_begin_anew_with_each_document(tmp_path: Path, begin: tuple[int, ...]) -> None:
+    end = 99
+    documents = [[*begin, *range(10, 10 + length)] for length in (5, 1, 12, 30, 2, 7)]
+    tokens = np.concatenate([[*document, end] for document in documents]).astype("<u4")
+    shards = write_shards(tmp_path, "train", [tokens], dtype="<u4", max_targets=10**6, first=end)
+    split = SplitIndex(documents=len(documents), bytes=len(tokens), targets=len(tokens), shards=shards)
+    index = ShardIndex(
+        source="", input_digest="", tokenizer="", dtype="<u4", vocab_size=100, end_of_document=end,
+        splits={"train": split, "heldout": split}, begin_of_document=begin,
+    )  # fmt: skip
+    plain, masked = (
+        TokenSource(tmp_path, index=index, context=8, split="heldout", document_mask=is_masked)
+        for is_masked in (False, True)
+    )
+    inputs, targets, position_ids = masked.batch(np.arange(len(masked)))
+    for tensor, expected in zip((inputs, targets), plain.batch(np.arange(len(plain))), strict=True):
+        assert tensor.equal(expected)
+    assert plain.fingerprint() != masked.fingerprint()
+    for row, places in zip(inputs.tolist(), position_ids.tolist(), strict=True):
+        expected_place = 0
+        for number, token in enumerate(row):
+            is_first = number == 0 or (row[number - 1] == end if begin else token == end)
+            expected_place = 0 if is_first else expected_place + 1
+            assert places[number] == expected_place
 
 
 def test_the_number_of_windows_is_known_without_reading_them(shards: Path, tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 layout = ParallelLayout(dp_shard=2)
 mesh = build_mesh(layout, device=torch.device("cpu"))
-seen, rotate = set(), blocks.Angles.rotate
-blocks.Angles.rotate = lambda self, x: (seen.add((self.cos_TD.dtype, x.dtype)), rotate(self, x))[1]
+seen, rotate = set(), blocks.Places.rotate
+blocks.Places.rotate = lambda self, x: (seen.add((self.cos_TD.dtype, x.dtype)), rotate(self, x))[1]
 for tied in (False, True):
     model = GPT(num_layers=2, width=32, num_heads=2, tied=tied)
     settings = ParallelSection(dp_shard=2, gather_dtype="bfloat16", activation_checkpointing="full")

@@ -22,7 +22,7 @@ from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.float8 import gather_in_float8, to_float8
 from slurm_train.distributed.parallelize import build_mesh, prepare_blocks, shard, units
 from slurm_train.metrics import read_metrics
-from slurm_train.models.blocks import Angles
+from slurm_train.models.blocks import Places
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.heartbeat import Heartbeat
@@ -390,20 +390,20 @@ def fsdp_one_rank(stage: Stage) -> dict[str, Any]:
     expected = next_losses(plain, 6)
     release(plain)
     seen: set[torch.dtype] = set()
-    rotate = Angles.rotate
+    rotate = Places.rotate
 
-    def noted(self: Angles, x_BHTD: Tensor) -> Tensor:
+    def noted(self: Places, x_BHTD: Tensor) -> Tensor:
         seen.add(self.cos_TD.dtype)
         return rotate(self, x_BHTD)
 
-    Angles.rotate = noted  # type: ignore[method-assign]
+    Places.rotate = noted  # type: ignore[method-assign]
     found = {}
     try:
         for name, offload in (("sharded", False), ("offloaded", True)):
             losses = _sharded_losses(stage, stage.folder / name, steps=7, offload=offload)[1:]
             found[name] = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
     finally:
-        Angles.rotate = rotate  # type: ignore[method-assign]
+        Places.rotate = rotate  # type: ignore[method-assign]
     require(seen == {torch.float32}, f"angles came as {seen}")
     for name, off in found.items():
         require(off < 0.02, f"{name}: losses are up to {off:.1%} from the unsharded model's")

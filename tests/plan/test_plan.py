@@ -103,6 +103,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"batch": {"global_size": 31}, "cluster": CLUSTER}, "batch.global_size=31 has no sample for each of 32 ranks"),
     ({"script": ["a.sh"], "task": {"_target_": "m.f"}}, "script and task are both set"),
     ({"script": []}, "script=[] names no file"),
+    (
+        {"data": {"_target_": "m.Data", "document_mask": True}, "parallel": {"cp": 2}},
+        "data.document_mask=true was asked with parallel.cp=2",
+    ),
     ({"script": ["nowhere.py"]}, "script=nowhere.py: there is no such file in /home/user/project"),
     *(
         ({"script": words}, f"script={words[0]} starts ranks, and this program starts one per GPU already")

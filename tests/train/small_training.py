@@ -197,8 +197,8 @@ class DoubleGPT(GPT):
             head._PLAIN_SCORES, head._CHUNK_SCORES_ON_CPU, head._ALIGNMENT_ON_CPU = 0, 200, 5
         self.is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
-    def forward(self, tokens_BT: Tensor, targets: Tensor | None = None) -> Tensor:
-        given = super().forward(tokens_BT, targets)
+    def forward(self, tokens_BT: Tensor, targets: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+        given = super().forward(tokens_BT, targets, position_ids)
         self.passes += self.training
         due = not self.training if self.in_evaluation else self.training and self.passes == self.signal_at
         if due and self.only_in and self.is_last and not Path(self.only_in).exists():
@@ -235,14 +235,16 @@ def double_llama() -> nn.Module:
 TINY: dict[str, Any] = {"vocab_size": 16, "context": 8, "num_layers": 4, "num_heads": 4, "width": 16, "hidden": 32}
 
 
-class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+class Tokens(torch.utils.data.Dataset[tuple[Tensor, ...]]):
     """Sequences that count up by a step of their own; an odd number of them, fewer held out.
 
     Args:
         split: "train" or "heldout".
+        document: positions of a document, of which a sequence has several; 0: it is one, and positions are not said.
     """
 
-    def __init__(self, *, split: str = "train") -> None:
+    def __init__(self, *, split: str = "train", document: int = 0) -> None:
+        self.document = document
         generator = torch.Generator().manual_seed(5 if split == "train" else 6)
         start, stride = (torch.randint(0, 13, (NUM_SAMPLES, 1), generator=generator) for _ in range(2))
         self.tokens = ((start + stride * torch.arange(9)) % 13)[: NUM_SAMPLES if split == "train" else NUM_HELD_OUT]
@@ -250,8 +252,12 @@ class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.tokens[index, :-1], self.tokens[index, 1:]
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, targets = self.tokens[index, :-1], self.tokens[index, 1:]
+        if not self.document:
+            return inputs, targets
+        # Another cut for each sequence.
+        return inputs, targets, (torch.arange(len(inputs)) + index) % self.document
 
 
 class NamedTokens(Tokens):

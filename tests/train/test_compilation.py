@@ -19,6 +19,7 @@ from slurm_train.train.compilation import (
     CompileCache,
     mark_compilations,
     require_compiler,
+    set_compile_mode,
 )
 from tests.support.ranks import make_rank
 from tests.support.refusals import refusal
@@ -170,3 +171,16 @@ def test_each_graph_that_is_compiled_is_progress() -> None:
     torch._dynamo.reset()
     assert seen == [2, 4], "when it begins and when it ends"
     assert rank.heartbeat.phase == "start"
+
+
+def test_a_mode_is_that_of_torch_for_every_graph() -> None:
+    from torch._inductor import config
+
+    before = config.max_autotune, config.coordinate_descent_tuning
+    try:
+        set_compile_mode("default")
+        assert (config.max_autotune, config.coordinate_descent_tuning) == before
+        set_compile_mode("max-autotune-no-cudagraphs")
+        assert config.max_autotune and not config.triton.cudagraphs
+    finally:
+        config.max_autotune, config.coordinate_descent_tuning = before

@@ -103,3 +103,14 @@ def test_deterministic_settings_reach_every_library_and_leave_the_users_own(monk
         torch.use_deterministic_algorithms(False)
     expected = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "LL128"}
     assert {name: given[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(("precision", "products"), [("tf32", "high"), ("float32", "highest")])
+def test_products_are_of_tf32_where_that_was_asked_and_nowhere_else(
+    precision: Any, products: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    rank = make_rank(config=RunConfig(train=TrainSection(precision=precision, threads=torch.get_num_threads())))
+    assert rank.enter_device().autocast is None
+    assert (asked or [torch.get_float32_matmul_precision()]) == [products]

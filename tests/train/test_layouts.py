@@ -43,11 +43,12 @@ def layout_config(
     accumulation: int | None = None,
     precision: str = "auto",
     max_steps: int = STEPS,
+    document: int = 0,
     **model: Any,
 ) -> dict[str, Any]:
     return config_of(
         model={"_target_": "small_training.DoubleGPT", **model},
-        data={"_target_": "small_training.Tokens"},
+        data={"_target_": "small_training.Tokens", "document": document},
         batch={"global_size": 16, "accumulation": accumulation},
         train={"max_steps": max_steps, "eval_every_steps": STEPS // 2, "precision": precision},
         checkpoint={"keep": 9},
@@ -170,6 +171,26 @@ def test_a_pipeline_trains_as_one_process(tmp_path: Path, alone: Path, name: str
     train(tmp_path / "run", PIPELINES[name], tied=False, accumulation=accumulation)
     assert_same_training(tmp_path / "run", alone)
     assert digest_of(tmp_path / "run") == weights_digest(weights_of(tmp_path / "run").items())
+
+
+DOCUMENTS: dict[str, Parallel] = {
+    "PP2": {"pp": 2},
+    "PP2 x DP2, two stages each": {"dp_shard": 2, "pp": 2, "stages_per_rank": 2},
+    "DP2 x TP2 by positions": {"dp_shard": 2, **BY_POSITIONS, "activation_checkpointing": "selective"},
+    "DDP over 4": {"dp_replicate": 4},
+}
+
+
+@pytest.mark.parametrize("name", each_of(DOCUMENTS))
+def test_documents_stay_apart_in_every_layout(tmp_path: Path, name: str) -> None:
+    train(tmp_path / "alone", {}, tied=False, document=3)
+    train(tmp_path / "run", DOCUMENTS[name], tied=False, document=3)
+    assert_same_training(tmp_path / "run", tmp_path / "alone")
+
+
+def test_context_parallelism_has_no_document_mask(tmp_path: Path) -> None:
+    said = train(tmp_path / "run", {"cp": 2}, code=1, tied=False, document=3)
+    assert "data.document_mask=false" in said and "parallel.cp=2" in said
 
 
 # Of a padded vocabulary, for a few tokens at a time.
