@@ -18,6 +18,7 @@ import socket
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -69,6 +70,12 @@ class FileRecord:
         is_size = type(self.bytes) is int and self.bytes >= 0
         if not is_size or not re.fullmatch("[0-9a-f]{32}", str(self.xxh3_128)):
             raise CheckpointError(f"no file record: {self.bytes} bytes, hash {self.xxh3_128!r}", hint=DAMAGED_HINT)
+
+
+@lru_cache
+def _types_of(kind: type) -> dict[str, Any]:
+    # Each save makes a header, and to read annotations takes as long as all the rest of it.
+    return get_type_hints(kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +137,7 @@ class CheckpointHeader:
 
     def __post_init__(self) -> None:
         """Refuses values of another type and negative counts."""
-        for name, kind in get_type_hints(type(self)).items():
+        for name, kind in _types_of(type(self)).items():  # type: ignore[arg-type]  # a class can be hashed
             value = getattr(self, name)
             expected = get_origin(kind) or kind
             if not isinstance(value, expected) or isinstance(value, bool):

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from slurm_train.checkpoint.tree import on_host, plain_number
 from slurm_train.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"
+_FSDP = "torch.distributed.fsdp"
 _TRAVELS_OTHERWISE = "fsdp_pre_all_gather"
 """What a tensor defines that FSDP gathers in another form."""
 
@@ -45,7 +46,8 @@ def training_state(model: nn.Module, optimizers: Optimizers, *, makes_state: boo
         makes_state: an optimizer that has not stepped yet gets its state made (zero gradients, zero learning rate), so
             that there is something to fill; it must have no gradients at that moment. Collective for sharded models.
     """
-    weights = model_state(model)
+    structure = structure_of(model)
+    weights = _model_state(model, structure)
     if makes_state and not all(optimizer.state for optimizer in listed(optimizers)):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -53,15 +55,29 @@ def training_state(model: nn.Module, optimizers: Optimizers, *, makes_state: boo
     states: dict[str, Any] = {}
     groups = []
     for optimizer in listed(optimizers):
-        numbered = optimizer.state_dict()
-        name_of = dict[Any, str]()
-        for group, group_names in zip(numbered["param_groups"], names_of_groups(model, optimizer), strict=True):
-            name_of |= dict(zip(group["params"], group_names, strict=True))
+        kept, settings_of_groups = _state_of(optimizer)
+        all_names = _names_of_groups(structure, optimizer)
+        for group, settings, names in zip(optimizer.param_groups, settings_of_groups, all_names, strict=True):
             # Programs take learning rates out of arrays, and checkpoints have plain numbers.
-            settings = {key: plain_number(value) for key, value in group.items()}
-            groups.append({**settings, "params": group_names})
-        states |= {name_of[number]: kept for number, kept in numbered["state"].items()}
+            plain = {key: plain_number(value) for key, value in settings.items() if key != "params"}
+            groups.append({**plain, "params": names})
+            for parameter, name in zip(group["params"], names, strict=True):
+                if parameter in kept:
+                    states[name] = kept[parameter]
     return {"model": weights, "optimizer": {"state": states, "param_groups": groups}}
+
+
+def _state_of(optimizer: Optimizer) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
+    """Returns what an optimizer saves of each parameter, and the settings of its groups."""
+    hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
+    if type(optimizer).state_dict is Optimizer.state_dict and not any(hooks):
+        # What it gives then, without numbering all parameters.
+        return optimizer.state, optimizer.param_groups
+    given = optimizer.state_dict()
+    parameter_of: dict[Any, Tensor] = {}
+    for group, numbered in zip(optimizer.param_groups, given["param_groups"], strict=True):
+        parameter_of |= dict(zip(numbered["params"], group["params"], strict=True))
+    return {parameter_of[number]: kept for number, kept in given["state"].items()}, given["param_groups"]
 
 
 def restore_training_state(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
@@ -110,11 +126,131 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     A model whose `state_dict` leaves some out, renames or converts them is saved by the names and values of its own:
     what is written has to give every parameter back.
     """
-    plain = plain_names(model)
+    return _model_state(model, structure_of(model))
+
+
+def _model_state(model: nn.Module, structure: Structure) -> dict[str, Any]:
+    if structure.is_plain:
+        # Training stands still meanwhile.
+        return {name: _with_plain_part(tensor.detach()) for name, tensor in structure.saved.items()}
+    plain = structure.plain
     given = _state_of_own_tensors(model)
     state = _own_tensors(model) if given is None else given
     named = {plain(name): _with_plain_part(_detached(value)) for name, value in state.items()}
     return {**named, **_extra_states(model)} if given is None else named
+
+
+class Structure(NamedTuple):
+    """What a model is made of at this moment, by full names."""
+
+    plain: Callable[[str], str]
+    """Leaves out of a name what belongs to a wrapper."""
+    modules: Mapping[str, nn.Module]
+    """By their names with those of wrappers."""
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    """Those that are saved."""
+    is_plain: bool
+    """Whether torch's `state_dict` gives tensors by their names and as they are, and nothing else."""
+    saved: Mapping[str, Tensor]
+    """What it gives then, in its order; else nothing."""
+
+
+def structure_of(model: nn.Module) -> Structure:
+    """Returns what a model is made of.
+
+    To find it out takes milliseconds, several times for each save, and a GPU may be idle meanwhile. So the names are
+    kept, until a module, a parameter or a buffer is replaced, added or gone.
+    """
+    objects = _objects_of(model)
+    kept = _kept_names.get(model)
+    if kept is not None and kept.are_of(objects):
+        return kept.structure(objects)
+    structure = _find_structure(model)
+    _kept_names[model] = _KeptNames(structure, objects)
+    return structure
+
+
+def _find_structure(model: nn.Module) -> Structure:
+    plain = plain_names(model)
+    modules = dict(model.named_modules())
+    is_plain = all(map(_is_saved_as_is, modules.values()))
+    return Structure(
+        plain=plain,
+        modules=modules,
+        parameters={plain(name): parameter for name, parameter in model.named_parameters()},
+        buffers={plain(name): buffer for name, buffer in saved_buffers(model).items()},
+        is_plain=is_plain,
+        saved={plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()} if is_plain else {},
+    )
+
+
+class _KeptNames:
+    """The names of a structure, and at which place of `_objects_of` each object is; it keeps no object alive.
+
+    Args:
+        structure: of a model.
+        objects: what `_objects_of` gives of it.
+    """
+
+    def __init__(self, structure: Structure, objects: Sequence[Any]) -> None:
+        self._ids = list(map(id, objects))
+        # An id is an object's as long as that lives.
+        self._refs = [weakref.ref(value) for value in objects if isinstance(value, _OBJECTS)]
+        self._names = [value for value in objects if not isinstance(value, _OBJECTS)]
+        self._plain = structure.plain
+        self._is_plain = structure.is_plain
+        place_of = {id(value): place for place, value in enumerate(objects)}
+        parts = (structure.modules, structure.parameters, structure.buffers, structure.saved)
+        self._places = [{name: place_of[id(value)] for name, value in part.items()} for part in parts]
+
+    def are_of(self, objects: Sequence[Any]) -> bool:
+        """Returns whether a model is still made of the same objects under the same names."""
+        return list(map(id, objects)) == self._ids and all(ref() is not None for ref in self._refs)
+
+    def structure(self, objects: Sequence[Any]) -> Structure:
+        """Returns the structure of these objects."""
+        modules, parameters, buffers, saved = (
+            {name: objects[place] for name, place in places.items()} for places in self._places
+        )
+        return Structure(self._plain, modules, parameters, buffers, self._is_plain, saved)
+
+
+_OBJECTS = (nn.Module, Tensor)
+_NAME = "state_dict"
+_kept_names: weakref.WeakKeyDictionary[nn.Module, _KeptNames] = weakref.WeakKeyDictionary()
+
+
+def _objects_of(model: nn.Module) -> list[Any]:
+    """Returns the objects that a model is made of, and their names in the modules that have them; in a fixed order."""
+    objects: list[Any] = [model]
+    waiting = [model]
+    seen = {id(model)}
+    while waiting:
+        module = waiting.pop()
+        for members in (module._parameters, module._buffers, module._modules):
+            if members:
+                objects += (len(members), *members, *members.values())
+        if module._non_persistent_buffers_set:
+            objects += sorted(module._non_persistent_buffers_set)
+        objects += (_NAME in vars(module), len(module._state_dict_hooks), len(module._state_dict_pre_hooks))
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return objects
+
+
+def _is_saved_as_is(module: nn.Module) -> bool:
+    """Returns whether `state_dict` of a module gives its parameters and buffers as they are, and nothing else."""
+    kind: Any = type(module)
+    if _NAME in vars(module):
+        return False  # programs replace the method of one object
+    own = (kind.state_dict, kind._save_to_state_dict, kind.get_extra_state)
+    usual = (nn.Module.state_dict, nn.Module._save_to_state_dict, nn.Module.get_extra_state)
+    # FSDP's put shards in the place of gathered parameters: then they are other objects.
+    hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
+    return own == usual and all(_FSDP in getattr(hook, "__module__", "") for hook in hooks)
 
 
 def _detached(value: Any) -> Any:
@@ -201,9 +337,10 @@ def module_states(model: nn.Module) -> dict[str, Any]:
     "extra" is what `get_extra_state` gives, by its name in the model's state; any structure, other ones at each save.
     "in_evaluation" has the names of the modules that are in evaluation mode.
     """
+    structure = structure_of(model)
     return {
-        "extra": on_host(_extra_states(model)),
-        "in_evaluation": [name for name, module in model.named_modules() if not module.training],
+        "extra": {} if structure.is_plain else on_host(_extra_states(model)),
+        "in_evaluation": [name for name, module in structure.modules.items() if not module.training],
     }
 
 
@@ -290,8 +427,7 @@ def _keys_of(value: Any) -> Iterator[Any]:
 
 def buffer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the buffers that are saved, by full name."""
-    plain = plain_names(model)
-    return {plain(name): tuple(buffer.shape) for name, buffer in saved_buffers(model).items()}
+    return {name: tuple(buffer.shape) for name, buffer in structure_of(model).buffers.items()}
 
 
 def make_buffers(model: nn.Module, names: Iterable[str], *, saved: Mapping[str, Tensor]) -> None:
@@ -395,9 +531,12 @@ def set_modes(model: nn.Module, in_evaluation: Collection[str]) -> None:
 
 def names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Gives the names of the parameters in each group of an optimizer, in its order."""
-    plain = plain_names(model)
-    names = {id(parameter): plain(name) for name, parameter in model.named_parameters()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    return _names_of_groups(structure_of(model), optimizer)
+
+
+def _names_of_groups(structure: Structure, optimizer: Optimizer) -> list[list[str]]:
+    names = {parameter: name for name, parameter in structure.parameters.items()}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def number_groups(groups: list[dict[str, Any]], names: list[list[str]]) -> dict[str, dict[str, Any]]:

@@ -173,7 +173,7 @@ class Checkpointer:
         if others.tensors:
             state[OTHERS] = others.tensors
         # A model changes its buffers on each rank, so rank 0's are saved.
-        buffers = [name for name, _ in model.named_buffers()]
+        buffers = buffer_shapes(model)
         of_first_rank = [MODEL + name for name in buffers]
         agreed = self.division.agree(state, values=others.values, of_first_rank=of_first_rank)
         tensors = own_part(state, agreed)
@@ -186,7 +186,7 @@ class Checkpointer:
         return Content(
             tensors=tensors,
             rank_state=rank_state,
-            header=self._header(position, weights=agreed.weights),
+            header=self._header(position, weights=agreed.weights, buffers=buffers),
             expected=agreed.tensors,
             # Saved buffers are e.g. running statistics; rotary tables are neither saved nor changed.
             changes_in_forward=any(name in tensors["model"] for name in buffers),
@@ -277,13 +277,14 @@ class Checkpointer:
         rank = self.parts.rank
         return {"global_size": rank.plan.global_size, "growth": rank.config.batch.growth}
 
-    def _header(self, position: Position, *, weights: dict[str, str]) -> CheckpointHeader:
+    def _header(
+        self, position: Position, *, weights: dict[str, str], buffers: Mapping[str, tuple[int, ...]]
+    ) -> CheckpointHeader:
         rank = self.parts.rank
         place = rank.place
         rules = [callback.kept_steps() for callback in self.callbacks.values()]
         kept = [rule for rule in rules if rule is not None]
-        shapes = buffer_shapes(self.parts.model)
-        made = sorted(name for name, shape in shapes.items() if self.buffers.get(name) != shape)
+        made = sorted(name for name, shape in buffers.items() if self.buffers.get(name) != shape)
         return CheckpointHeader(
             step=position.step,
             samples=position.samples,
