@@ -322,7 +322,7 @@ class Display:
     Args:
         stream: where to write, a terminal for a bar; None: stderr, as it is at that moment.
         max_steps: steps of the whole run, where they are known; see `begin`.
-        opening: of each line, where the output is mostly that of a program.
+        opening: of each line, where the output is mostly that of a program; lines of progress come later there.
         has_bar: draw a bar.
         no_color: draw it without colours.
         every_s: seconds between lines, or between two drawings of the bar.
@@ -341,7 +341,8 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_steps = max_steps
-        self.due_s = clock() + (0.0 if has_bar else _FIRST_LINE_AFTER_S)
+        self._first_line_after_s = every_s if opening else _FIRST_LINE_AFTER_S
+        self.due_s = clock() + (0.0 if has_bar else self._first_line_after_s)
         """The time (of `clock`) from which the next `show` is welcome."""
         self._stream = stream
         self._opening = opening
@@ -359,7 +360,7 @@ class Display:
     def begin(self, *, max_steps: int) -> None:
         """Says how many steps the whole run has, before the first one is shown."""
         self.max_steps = max_steps
-        self.due_s = self._clock() + (0.0 if self._has_bar else _FIRST_LINE_AFTER_S)
+        self.due_s = self._clock() + (0.0 if self._has_bar else self._first_line_after_s)
 
     def show(self, step: int, *, loss: float, rate: float, unit: str, step_time_s: float) -> None:
         """Moves the bar, or writes a line, e.g. "step 120/400  loss 2.3134  41,210 tokens/s  00:01:12 left".
@@ -367,13 +368,13 @@ class Display:
         Args:
             step: the last one that is done.
             loss: its loss.
-            rate: tokens or samples per second over all ranks.
-            unit: what `rate` counts: "tokens" or "samples".
+            rate: tokens or samples per second over all ranks, or steps.
+            unit: what `rate` counts: "tokens", "samples" or "steps".
             step_time_s: seconds per step, for the time that is left.
         """
         self.due_s = self._clock() + self._every_s
         left = countdown((self.max_steps - step) * step_time_s)
-        words = f"loss {loss:.4f}  {rate:,.0f} {unit}/s  {left} left"
+        words = f"loss {loss:.4f}  {rate:,.{0 if rate >= 10 else 2}f} {unit}/s  {left} left"
         if self._has_bar:
             if self._bar is None:
                 self._bar = self._open()

@@ -156,6 +156,8 @@ class ReportedProgress(Progress):
         """Of these, seconds of waiting for batches."""
         self._since_s = rank.clock()
         """When it was reported."""
+        self._shown: tuple[int, float] | None = None
+        """The step that was shown last, and the seconds of all steps by then."""
         self._apart_s = 0.0
         """Seconds since then that belong to no step: mostly saves."""
         self._pace: PaceProbe | None = None
@@ -258,7 +260,23 @@ class ReportedProgress(Progress):
         if self._losses is not None and "loss" in numbers:
             loss = line["loss"]
             # Converted once: for a tensor on a GPU each conversion waits for the GPU. null is NaN or infinite.
-            self._losses.add(step, _float(numbers["loss"]) if loss is None else loss)
+            loss = _float(numbers["loss"]) if loss is None else loss
+            self._losses.add(step, loss)
+            self._show(step, loss)
+
+    def _show(self, step: int, loss: float) -> None:
+        """Shows how far the training is and how fast since the last time, where the program has said how long it is."""
+        seconds = self.spent.step_s + self.spent.data_wait_s
+        if self._shown is None:
+            self._shown = (step, seconds)
+        shown_step, shown_s = self._shown
+        display = self._rank.display
+        if self._told.max_steps is None or step <= shown_step or not display.is_due:
+            return
+        display.max_steps = self._told.max_steps
+        step_time_s = max(seconds - shown_s, 1e-9) / (step - shown_step)
+        display.show(step, loss=loss, rate=1 / step_time_s, unit="steps", step_time_s=step_time_s)
+        self._shown = (step, seconds)
 
     def _tell_step(self, step: int, numbers: Mapping[str, Any]) -> None:
         told = self._told

@@ -7,6 +7,7 @@ import ctypes
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -687,6 +688,22 @@ def test_a_save_between_the_batches_of_a_step_of_accelerate_is_named(
     gradients._set_sync_gradients(True)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("slurm_train: step 2 is saved while accelerate adds up gradients")
+
+
+def test_progress_is_shown_with_the_time_left_once_in_a_while(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = join(new_run(tmp_path))
+    display = session._rank.display
+    for step in range(1, 6):
+        # Lines of a program's own stand between; the first comes after a while.
+        display.due_s = 0.0 if step in (1, 4) else math.inf
+        time.sleep(0.01)
+        session.report(step, loss=0.5 * step, max_steps=40)
+    display.due_s = 0.0
+    session.report(6, max_steps=40)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"slurm_train: step 4/40  loss 2\.0000  [\d.]+ steps/s  00:00:\d\d left", line), line
 
 
 def test_a_program_is_told_that_files_of_its_own_go_into_the_run_directory(
