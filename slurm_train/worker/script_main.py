@@ -97,7 +97,11 @@ def run(script: str, *, is_module: bool = False) -> tuple[int, str, str, bool]:
                 code = compile(file.read(), script, "exec", dont_inherit=True)
             exec(code, vars(program))
     except SystemExit as end:
-        return *_exit_code(end), "", True
+        exit_code, words = _exit_code(end)
+        if words:
+            # What runs at exit does not wait for ranks that have not failed.
+            sys.last_value = end
+        return exit_code, words, "", True
     except BaseException as err:
         ignore_ends_of_children()
         traceback.print_exception(type(err), err, _from_script(err.__traceback__))

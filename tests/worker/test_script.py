@@ -168,9 +168,13 @@ def test_a_script_does_not_begin_after_a_request_to_stop(tmp_path: Path, number:
         ("assert 1 > 2", (1, "AssertionError", "train.py:1 in <module>", True)),
     ],
 )
-def test_how_it_failed_is_told_in_a_few_words(tmp_path: Path, line: str, found: tuple[int, str, str, bool]) -> None:
+def test_how_it_failed_is_told_in_a_few_words_and_to_what_runs_at_exit(
+    tmp_path: Path, line: str, found: tuple[int, str, str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
     (tmp_path / "train.py").write_text(line)
     assert script_main.run(str(tmp_path / "train.py")) == found
+    assert (sys.last_value is not None) == bool(found[1])
 
 
 LOSES_CHILDREN = """
