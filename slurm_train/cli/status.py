@@ -34,6 +34,7 @@ from slurm_train.rundir.lookup import is_own, known_roots, list_runs, newest_run
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import Element, list_sweeps, read_table
 from slurm_train.rundir.timing import goodput
+from slurm_train.slurm.records import waits_for_limit
 from slurm_train.status.following import summaries_of
 from slurm_train.status.run_status import SILENT_AFTER_S, RunState, RunStatus, Survey, Surveyor, until_over
 from slurm_train.status.selection import Selection, build_surveyor, summary
@@ -102,16 +103,23 @@ def _with_owners(statuses: Sequence[RunStatus], env: Mapping[str, str]) -> list[
     Slurm's reason names none, and is the same where other jobs have to end first. Its commands are called only where a
     job waits for a limit.
     """
+    waiting = [
+        status.run
+        for status in statuses
+        if status.state is RunState.QUEUED and status.job is not None and waits_for_limit(status.job.reason)
+    ]
+    if not waiting:
+        return list(statuses)
+    # To import them takes longer than to read a hundred runs.
     from slurm_train.slurm.commands import SlurmCommands
     from slurm_train.slurm.job_limits import demand_of, obstacles
     from slurm_train.slurm.job_request import JobRequest
-    from slurm_train.slurm.records import waits_for_limit
     from slurm_train.slurm.site import Site
 
     facts = None
     named = []
     for status in statuses:
-        if status.state is RunState.QUEUED and status.job is not None and waits_for_limit(status.job.reason):
+        if status.run in waiting:
             with contextlib.suppress(OSError, ValueError, ClusterError):
                 facts = facts or Site(SlurmCommands(env)).facts()
                 request = JobRequest.read(status.run.submit_script)

@@ -451,9 +451,17 @@ def fields_of(kind: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, 
 _hints = functools.cache(get_type_hints)
 
 
+@functools.cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(kind), get_args(kind)
+
+
 def _decode(kind: Any, value: Any) -> Any:
-    origin = get_origin(kind)
-    of = get_args(kind)
+    if kind is int or kind is str or kind is bool:
+        if not isinstance(value, kind):
+            raise TypeError(value)
+        return value
+    origin, of = _parts(kind)
     if origin is UnionType:
         return None if value is None else _decode(of[0], value)
     if origin in (tuple, list):
@@ -472,8 +480,6 @@ def _decode(kind: Any, value: Any) -> Any:
         return kind(*(_decode(hint, part) for hint, part in zip(_hints(kind).values(), value, strict=True)))
     if kind is float and not (isinstance(value, (int, float)) and math.isfinite(value)):
         raise ValueError(value)
-    if kind in (int, str, bool) and not isinstance(value, kind):
-        raise TypeError(value)
     return value
 
 

@@ -7,6 +7,7 @@ counts only if the log has another one of its kind, and bars of evaluations, dow
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -63,64 +64,70 @@ class Printed:
 
 class _Form(NamedTuple):
     name: str
-    pattern: re.Pattern[str]
+    text: str
     is_certain: bool = True
     """Whether one line is enough."""
 
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Compiled when a line is read: most commands read none."""
+        return _compiled(self.text)
 
-def _form(name: str, pattern: str, *, is_certain: bool = True) -> _Form:
-    return _Form(name, re.compile(pattern, re.IGNORECASE), is_certain)
+
+@functools.cache
+def _compiled(text: str) -> re.Pattern[str]:
+    return re.compile(text, re.IGNORECASE)
 
 
 # Groups: s and S are a step and the number of steps; e and E an epoch and their number; b and B within an epoch.
 _BAR = "tqdm"
 _DICT = "transformers"
 _FORMS = (
-    _form("mmengine", r"epoch\(train\)\s*\[(?P<e>\d+)\]\s*\[\s*(?P<b>\d+)/(?P<B>\d+)\]"),
-    _form("mmengine by iterations", r"iter\(train\)\s*\[\s*(?P<s>\d+)/(?P<S>\d+)\]"),
-    _form("mmcv by iterations", r"\biter \[(?P<s>\d+)/(?P<S>\d+)\]"),
-    _form(
+    _Form("mmengine", r"epoch\(train\)\s*\[(?P<e>\d+)\]\s*\[\s*(?P<b>\d+)/(?P<B>\d+)\]"),
+    _Form("mmengine by iterations", r"iter\(train\)\s*\[\s*(?P<s>\d+)/(?P<S>\d+)\]"),
+    _Form("mmcv by iterations", r"\biter \[(?P<s>\d+)/(?P<S>\d+)\]"),
+    _Form(
         "torchvision, ImageNet, mmcv",
         r"epoch:?\s*\[?\s*(?P<e>\d+)(?:/(?P<E>\d+))?\s*\]\s*\[\s*(?P<b>\d+)/(?P<B>\d+)\]",
     ),
-    _form("Swin", r"\btrain:?\s*\[(?P<e>\d+)/(?P<E>\d+)\]\s*\[(?P<b>\d+)/(?P<B>\d+)\]"),
-    _form(
+    _Form("Swin", r"\btrain:?\s*\[(?P<e>\d+)/(?P<E>\d+)\]\s*\[(?P<b>\d+)/(?P<B>\d+)\]"),
+    _Form(
         "timm",
         r"\btrain:\s+(?P<e>\d+)(?:/(?P<E>\d+))?(?:\s*\(\s*\d+%\))?\s*\[\s*(?P<b>\d+)/(?P<B>\d+)\s*\(\s*\d+%\)\s*\]",
     ),
-    _form("PyTorch's examples, open_clip", r"\btrain epoch:\s*(?P<e>\d+)\s*\[\s*(?P<b>\d+)/(?P<B>\d+)\s*\(\d+%\)\]"),
-    _form("fairseq", r'\b(?:train_)?num_updates"?[=:]\s*"?(?P<s>\d+)'),
-    _form("fairseq by batches", r"\bepoch\s+(?P<e>\d+):?\s+(?P<b>\d+) / (?P<B>\d+) "),
-    _form("detectron2", r"\bd2\.utils\.events\W.*\biter:\s*(?P<s>\d+)\s"),
-    _form("Megatron", r"\biteration\s+(?P<s>\d+)/\s*(?P<S>\d+) \|"),
-    _form("Stable-Baselines3", r"\btotal_timesteps\s*\|\s*(?P<s>\d+)"),
-    _form("Composer", r"\[epoch=(?P<e>\d+)(?:/(?P<E>\d+))?\]\[batch=(?P<b>\d+)/(?P<B>\d+)\]"),
-    _form("Ultralytics", r"^\s*(?P<e>\d+)/(?P<E>\d+)\s+[\d.]+[GM]B?\s.*\|\s*(?P<b>\d+)/(?P<B>\d+)\s*\["),
-    _form(_BAR, r"\|\s*(?P<s>\d+)/(?P<S>\d+)\s*\["),
-    _form("Lightning with rich", r"\bepoch\s+(?P<e>\d+)/(?P<E>\d+)\s+[━╸╺ ]+\s(?P<b>\d+)/(?P<B>\d+)"),
-    _form("Keras", r"(?<![\d\[/])(?P<s>\d+)/(?P<S>\d+)\s+(?:\[[=.>]+\]|━)"),
-    _form(
+    _Form("PyTorch's examples, open_clip", r"\btrain epoch:\s*(?P<e>\d+)\s*\[\s*(?P<b>\d+)/(?P<B>\d+)\s*\(\d+%\)\]"),
+    _Form("fairseq", r'\b(?:train_)?num_updates"?[=:]\s*"?(?P<s>\d+)'),
+    _Form("fairseq by batches", r"\bepoch\s+(?P<e>\d+):?\s+(?P<b>\d+) / (?P<B>\d+) "),
+    _Form("detectron2", r"\bd2\.utils\.events\W.*\biter:\s*(?P<s>\d+)\s"),
+    _Form("Megatron", r"\biteration\s+(?P<s>\d+)/\s*(?P<S>\d+) \|"),
+    _Form("Stable-Baselines3", r"\btotal_timesteps\s*\|\s*(?P<s>\d+)"),
+    _Form("Composer", r"\[epoch=(?P<e>\d+)(?:/(?P<E>\d+))?\]\[batch=(?P<b>\d+)/(?P<B>\d+)\]"),
+    _Form("Ultralytics", r"^\s*(?P<e>\d+)/(?P<E>\d+)\s+[\d.]+[GM]B?\s.*\|\s*(?P<b>\d+)/(?P<B>\d+)\s*\["),
+    _Form(_BAR, r"\|\s*(?P<s>\d+)/(?P<S>\d+)\s*\["),
+    _Form("Lightning with rich", r"\bepoch\s+(?P<e>\d+)/(?P<E>\d+)\s+[━╸╺ ]+\s(?P<b>\d+)/(?P<B>\d+)"),
+    _Form("Keras", r"(?<![\d\[/])(?P<s>\d+)/(?P<S>\d+)\s+(?:\[[=.>]+\]|━)"),
+    _Form(
         _DICT,
         r"""^[^{]*\{(?!.*['"](?:eval_|train_runtime)).*['"]epoch['"]:\s*['"]?(?P<e>\d+(?:\.\d+)?)""",
     ),
-    _form(
+    _Form(
         "step with a total",
         r"(?<![a-z])(?:step|iter(?:ation)?|it|update)\]?['\"]?[\s:=#\[(]*(?P<s>\d+)\s*(?:/|of|out of)\s*(?P<S>\d+)",
         is_certain=False,
     ),
-    _form(
+    _Form(
         "step",
         r"(?<![a-z])(?:step|iter(?:ation)?|update)['\"]?[\s:=#\[(]*(?P<s>\d+)(?![\d.]*(?:\.\d|\w|/))",
         is_certain=False,
     ),
-    _form("batch", r"(?<![a-z])batch[\s:=#\[(]*(?P<b>\d+)\s*(?:/|of)\s*(?P<B>\d+)", is_certain=False),
-    _form(
+    _Form("batch", r"(?<![a-z])batch[\s:=#\[(]*(?P<b>\d+)\s*(?:/|of)\s*(?P<B>\d+)", is_certain=False),
+    _Form(
         "epoch",
         r"(?<![a-z])epoch['\"]?[\s:=#\[(]*(?P<e>\d+(?:\.\d+)?)(?:\s*(?:/|of|out of)\s*(?P<E>\d+))?(?![\w])",
         is_certain=False,
     ),
 )
-_EPOCH = _FORMS[-1].pattern
+_EPOCH = _FORMS[-1]
 _LEAST_SHARE = 0.5
 _NO_LETTERS = re.compile(r"[^A-Za-z]+")
 
@@ -247,7 +254,7 @@ def _printed(match: re.Match[str], line: str, *, is_bar: bool) -> Printed:
     max_epochs = groups.get("E")
     if epoch is None:
         # It may stand elsewhere in the line.
-        named = _EPOCH.search(line)
+        named = _EPOCH.pattern.search(line)
         if named is not None and not _NO_POSITION.search(line[: named.start()]):
             epoch, max_epochs = float(named["e"]), int(named["E"]) if named["E"] else None
     step = groups.get("s")
