@@ -122,12 +122,19 @@ SCRIPT_PARSER = "slurm.job_request"
 # The table of kinds, and the decoder of notes that earlier versions have written.
 CAUSE_READERS = {"rundir.cause"}
 TEXT_OF_CAUSE = re.compile(r"\bcause\b(?!\.(?:ranks|kind|node)\b)|\bnote\b|\bmark\.message\b")
+# From what an attempt leaves to what is done about it; a `Kind` is a row of the table.
+VALUES_OF_AN_END = {"Traces", "Cause", "Kind", "Decision"}
+MODULES_OF_AN_END = ("supervise.evidence", "supervise.actions", "supervise.decision", "rundir.cause")
+# The table; and what several ranks that ended alike say together. Rules about nodes have findings.
+JUDGES_OF_CAUSES = ("rundir.cause", "supervise.evidence", "tools.doctor.")
 # A start; the arrays that it asks for; the job that takes over from one that ends.
 RUN_STARTERS = {"start.start", "request.arrays", "request.submission", "supervise.continuation"}
 # `RunConfig.uses_cluster`, `.slurm` and `.is_submitted` answer it; who composes has a mapping yet.
 MOST_ASKING_FOR_CLUSTER = 2
 # Where a `Program` is made, where two of them are refused, and where ranks run one.
 MOST_ASKING_WHAT_RUNS = 3
+# To be lowered; never raised.
+MOST_FLOORS = 12
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Lines of code: docstrings, comments and blank lines do not count.
 MOST_LINES = 60
@@ -435,6 +442,59 @@ def causes_read_as_text(tree: Tree) -> list[str]:
     return found
 
 
+def other_values_of_an_end(tree: Tree) -> list[str]:
+    """Classes between an exit code and a decision, beside the traces, the cause and the decision."""
+    return [
+        f"{module} has {node.name}"
+        for module in MODULES_OF_AN_END
+        for node in ast.walk(tree.parsed.get(module, ast.Module([], [])))
+        if isinstance(node, ast.ClassDef) and node.name not in VALUES_OF_AN_END
+    ]
+
+
+def other_judges_of_causes(tree: Tree) -> list[str]:
+    """Lines that decide whether an end would come again, or blames its node, beside the one table."""
+    found = []
+    for module, parsed in tree.parsed.items():
+        if module.startswith(JUDGES_OF_CAUSES):
+            continue
+        for node in ast.walk(parsed):
+            is_word = isinstance(node, ast.keyword) and node.arg in ("lasting", "blames_node")
+            if is_word and isinstance(node.value, ast.Constant):
+                found.append(f"{module}:{node.lineno} says {ast.unparse(node)}")
+    return found
+
+
+def floors(tree: Tree) -> list[str]:
+    """The longest chain of rooms that import each other, lowest first; a tool counts as its room's.
+
+    What may import what follows from `LAYERS`; this is what does.
+    """
+    below: dict[str, set[str]] = {}
+    for module in tree.paths:
+        room = level_name(module)
+        below.setdefault(room, set()).update(map(level_name, tree.imports(module)))
+    chains: dict[str, list[str]] = {"__init__": ["__init__"]}
+
+    def chain_of(room: str) -> list[str]:
+        if room not in chains:
+            longest = max((chain_of(other) for other in below.get(room, set()) - {room}), key=len, default=[])
+            chains[room] = [*longest, room]
+        return chains[room]
+
+    return max(map(chain_of, below), key=len)
+
+
+def level_name(module: str) -> str:
+    return room_of(module).split(".")[0]
+
+
+def too_many_floors(tree: Tree) -> list[str]:
+    """The rooms of the longest chain of imports, if it has more floors than `MOST_FLOORS`."""
+    chain = floors(tree)
+    return chain if len(chain) > MOST_FLOORS else []
+
+
 def run_starters(tree: Tree) -> list[str]:
     """Modules that write or submit runs, beside the one order of every start."""
     words = ("write_run", "submit_run", "submit_request", "submit_arrays")
@@ -493,7 +553,10 @@ RULES: dict[str, Rule] = {
     "one module knows the text of a batch script": script_readers,
     "one module reads a record": record_readers,
     "causes are values": causes_read_as_text,
+    "three values lead to a decision": other_values_of_an_end,
+    "one table judges causes": other_judges_of_causes,
     "every run is started in one order": run_starters,
+    "no more floors": too_many_floors,
     "few modules ask for the cluster": questions_for_the_cluster,
     "no more modules ask what runs": questions_for_the_program,
     "no vague names": vague_names,
@@ -653,6 +716,13 @@ BREACHES = [
     ("causes are values", "status/a.py", "found = PATTERN.search(end.note)\n", "status.a:1"),
     ("causes are values", "cli/a.py", "is_killed = 'Killed' in str(end.cause)\n", "cli.a:1"),
     ("causes are values", "cli/a.py", "text = mark.message.partition(': ')[2]\n", "cli.a:1"),
+    (
+        "three values lead to a decision",
+        "supervise/evidence.py",
+        "class Course: pass\n",
+        "supervise.evidence has Course",
+    ),
+    ("one table judges causes", "worker/a.py", "m = f(lasting=False)\n", "worker.a:1 says lasting=False"),
     ("every run is started in one order", "cli/a.py", "def f(plan): write_run(plan, None, request=None)\n", "cli.a"),
     ("no vague names", "train/utils.py", "", "train.utils"),
 ]
@@ -681,6 +751,14 @@ def test_a_clean_small_tree_has_no_breach(tmp_path: Path) -> None:
     }
     tree = small_tree(tmp_path, files)
     assert {name: rule(tree) for name, rule in RULES.items()} == {name: [] for name in RULES}
+
+
+def test_a_floor_too_many_is_found(tmp_path: Path) -> None:
+    files = {"r0/a.py": ""}
+    for number in range(1, MOST_FLOORS + 1):
+        assert too_many_floors(small_tree(tmp_path, files)) == []
+        files[f"r{number}/a.py"] = f"from slurm_train.r{number - 1} import a\n"
+    assert len(too_many_floors(small_tree(tmp_path, files))) == MOST_FLOORS + 1
 
 
 def test_a_module_that_brings_torch_along_is_found() -> None:
