@@ -274,7 +274,7 @@ def test_a_program_that_reports_nothing_is_where_its_log_says(has_run: Any) -> N
     assert "began anew" not in found.note, "the begin of its log says nothing"
     log.write_text("".join(lines[:40]))
     note = seen(run, look(job_state("12", "RUNNING"))).note
-    assert note == "by its log it began anew (1/99), and attempt 0 had come to 60/99"
+    assert note == "by its log it began anew: 1/99, and attempt 0 had come to 60/99"
     # What it reports counts more.
     run.metrics.write_text(json.dumps({"step": 7, "loss": 1.0}) + "\n")
     assert (seen(run, look(job_state("12", "RUNNING"))).step, read_files(run).log.line) == (7, "")
