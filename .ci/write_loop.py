@@ -29,7 +29,7 @@ PARTS = {
     "schedule",
     "health",
     "evaluator",
-    "checkpointer",
+    "saver",
     "saves",
     "stops",
     "start_up",
@@ -64,7 +64,7 @@ def loop() -> list[str]:
     build = _functions(TRAIN / "build.py")
     printed = Printed(_functions(TRAIN / "trainer.py", of="Trainer"))
     started = printed.body(build["build_trainer"].body, "")
-    lines = [line.strip() for line in started if HOOK in line or "checkpointer.resume" in line]
+    lines = [line.strip() for line in started if HOOK in line or "saver.resume" in line]
     lines += printed.body(printed.functions["run"].body, "")
     for name in printed.named:
         lines += ["", f"{_shown(name)}:", *printed.body(printed.functions[name].body, "    ")]

@@ -80,6 +80,22 @@ def set_later(tree: Tree) -> list[str]:
     return found
 
 
+def other_contents(tree: Tree) -> list[str]:
+    """What puts together what a checkpoint has of a training, or reads it, beside `checkpoint.contents`."""
+    found = [
+        f"{module}:{call.lineno}"
+        for module, call in calls(tree, ("Content", "StateParts"), rooms=ENGINE)
+        if module != "checkpoint.contents"
+    ]
+    # Earlier versions' keys are known in one place.
+    readers = ("checkpoint.earlier", "evaluation.evaluate_checkpoint")
+    return found + [
+        f"{module}:{call.lineno}"
+        for module, call in calls(tree, ("load_rank_state",), rooms=ENGINE)
+        if module not in readers
+    ]
+
+
 def other_records(tree: Tree) -> list[str]:
     """What writes metrics.jsonl, or counts the times of steps, beside `session.progress`."""
     names = ("MetricsWriter", "StepTimes")
@@ -248,6 +264,7 @@ ROWS: dict[str, Rule] = {
     "rank 0 speaks in one way": other_speakers,
     "what a rank knows is frozen": set_later,
     "one record of progress": other_records,
+    "what is saved is defined in one place": other_contents,
     "a stop is agreed on by two carriers": other_agreements,
     "what a data set is, one module knows": compared_targets,
     "a source describes itself": asked_attributes,
@@ -275,6 +292,8 @@ BREACHES = [
         "@dataclass(slots=True)\nclass Rank: pass\n",
         "train.context:2 Rank is not frozen",
     ),
+    ("what is saved is defined in one place", "train/a.py", "Content(tensors={})\n", "train.a:1"),
+    ("what is saved is defined in one place", "session/a.py", "load_rank_state(path, 0)['rng']\n", "session.a:1"),
     ("one record of progress", "train/a.py", "MetricsWriter(run.metrics)\n", "train.a:1"),
     ("a stop is agreed on by two carriers", "train/a.py", "any(gather(bool(stop.requested)))\n", "train.a:1"),
     (

@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 from slurm_train.checkpoint.agreement import on_every_rank, rank_in, size_of
 from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.division import OTHERS
-from slurm_train.checkpoint.load import load_rank_state, load_tensors
+from slurm_train.checkpoint.earlier import VALUES, read_states
+from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.readers import go_to_epoch, is_at_end_of_pass
 from slurm_train.checkpoint.replicas import differing_states
@@ -31,8 +32,12 @@ PER_RANK = "per_rank"
 
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-Of: TypeAlias = Literal["run"] | None
-"""Whose a part's state is: the run's, saved once; None: found out at each save by whether the ranks say the same."""
+Of: TypeAlias = Literal["run", "reader", "rank"] | None
+"""Whose a part's state is.
+
+"run": the same on all ranks, saved once; "reader": of the ranks that read the same samples, found again on any layout;
+"rank": each rank's own; None: found out at each save by whether the ranks say the same.
+"""
 
 
 class Stateful(Protocol):
@@ -82,6 +87,8 @@ class PartsContent(NamedTuple):
     """Nested, by the parts' names."""
     values: dict[str, Any]
     """All else of what this rank writes for itself, nested in the same way."""
+    values_of_run: dict[str, Any]
+    """Those of the run's parts, of which rank 0 writes all."""
     per_rank: list[str]
     """The parts of which each rank writes its own."""
     of_first_rank: list[str]
@@ -92,17 +99,12 @@ class StateParts:
     """The parts of one training.
 
     Args:
-        key: see the attribute.
         noun: what notes call a part before its name, e.g. "callback ".
         group: a gloo group of all ranks; None for one process.
         device: of tensors that a part has not made yet.
     """
 
-    def __init__(
-        self, *, key: str, group: ProcessGroup | None, noun: str = "", device: torch.device | None = None
-    ) -> None:
-        self.key = key
-        """Of the parts' values in a rank's file."""
+    def __init__(self, *, group: ProcessGroup | None, noun: str = "", device: torch.device | None = None) -> None:
         self._noun = noun
         self._group = group
         self._device = device
@@ -111,7 +113,13 @@ class StateParts:
         self._of: dict[str, Of] = {}
 
     def add(self, name: str, part: Stateful | Generator, *, of: Of = None) -> None:
-        """Adds a part; on all ranks in the same order, since a part may communicate while it loads its state."""
+        """Adds a part; on all ranks in the same order, since a part may communicate while it loads its state.
+
+        Args:
+            name: of its state.
+            part: a generator of random numbers, or what has a state.
+            of: "run", or None.
+        """
         self.objects[name] = GeneratorState(part) if isinstance(part, _GENERATORS) else part
         self._of[name] = of
 
@@ -139,6 +147,7 @@ class StateParts:
         return PartsContent(
             {name: inner for name, inner in tensors.items() if inner},
             values,
+            {name: own for name, own in values.items() if self._of[name] == "run"},
             per_rank,
             [full_name((OTHERS, name, key)) for name, keys in buffers.items() for key in keys],
         )
@@ -171,9 +180,9 @@ class StateParts:
             described: what `read_metadata` has returned for it.
         """
         manifest = choice.manifest
-        values = (load_rank_state(choice.path, 0) or {}).get(self.key, {})
+        values = read_states(choice, 0).get(VALUES, {})
         if self._per_rank_of(manifest):
-            values = values | (load_rank_state(choice.path, rank_in(self._group)) or {}).get(self.key, {})
+            values = values | read_states(choice, rank_in(self._group)).get(VALUES, {})
         stored = {
             full: path
             for full, path in (described.planner_data or {}).items()

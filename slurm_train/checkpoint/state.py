@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from slurm_train.checkpoint.tree import on_host, plain_number
+from slurm_train.checkpoint.tree import plain_number
 from slurm_train.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"
@@ -137,7 +137,7 @@ def _model_state(model: nn.Module, structure: Structure) -> dict[str, Any]:
     given = _state_of_own_tensors(model)
     state = _own_tensors(model) if given is None else given
     named = {plain(name): _with_plain_part(_detached(value)) for name, value in state.items()}
-    return {**named, **_extra_states(model)} if given is None else named
+    return {**named, **extra_states(model)} if given is None else named
 
 
 class Structure(NamedTuple):
@@ -297,10 +297,6 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _extra_states(model: nn.Module) -> dict[str, Any]:
-    return {name: module.get_extra_state() for name, module in _with_extra_state(model).items()}
-
-
 def plain_names(model: nn.Module) -> Callable[[str], str]:
     """Returns what leaves out of a name what belongs to a wrapper of the model or of a part of it.
 
@@ -331,17 +327,9 @@ def _state_of_own_tensors(model: nn.Module) -> dict[str, Any] | None:
     return given if has_all else None
 
 
-def module_states(model: nn.Module) -> dict[str, Any]:
-    """Returns what modules keep besides parameters and buffers, as copies in host memory.
-
-    "extra" is what `get_extra_state` gives, by its name in the model's state; any structure, other ones at each save.
-    "in_evaluation" has the names of the modules that are in evaluation mode.
-    """
-    structure = structure_of(model)
-    return {
-        "extra": {} if structure.is_plain else on_host(_extra_states(model)),
-        "in_evaluation": [name for name, module in structure.modules.items() if not module.training],
-    }
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Returns what modules give by `get_extra_state`, by its name in the model's state; any structure."""
+    return {name: module.get_extra_state() for name, module in _with_extra_state(model).items()}
 
 
 def require_loadable_states(model: nn.Module) -> None:
@@ -357,7 +345,7 @@ def require_loadable_states(model: nn.Module) -> None:
                 f"{name} is a {type(tensor).__name__} of {type(tensor).__module__}, which checkpoints cannot have",
                 hint="train it as an ordinary tensor, and quantize the model that `checkpoint export` gives",
             )
-    for name, value in module_states(model)["extra"].items():
+    for name, value in extra_states(model).items():
         data = io.BytesIO()
         torch.save(value, data)
         require_loadable(data, f"the {name} of {type(model).__name__}")

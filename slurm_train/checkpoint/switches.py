@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slurm_train.checkpoint.state import plain_names
+from slurm_train.checkpoint.state import plain_names, structure_of
 
 
 class Switches:
@@ -26,11 +26,12 @@ class Switches:
     def __init__(self, model: nn.Module, *, has_modes: bool) -> None:
         self._model = model
         self._has_modes = has_modes
-        self._at_start = self._read()
+        self.at_start: Mapping[str, bool] = self._read()
+        """All switches at the start."""
 
     def changed(self) -> dict[str, bool]:
         """Returns the switches that have changed since the start, e.g. {"backbone.weight.requires_grad": True}."""
-        return {name: value for name, value in self._read().items() if self._at_start.get(name) != value}
+        return {name: value for name, value in self._read().items() if self.at_start.get(name) != value}
 
     def set(self, changed: Mapping[str, bool]) -> None:
         """Sets switches that `changed` returned; those of parameters and modules that the model lacks are ignored."""
@@ -46,12 +47,10 @@ class Switches:
                 setattr(parts[name], switch, value)
 
     def _read(self) -> dict[str, bool]:
-        plain = plain_names(self._model)
-        switches = {
-            f"{plain(name)}.requires_grad": weight.requires_grad for name, weight in self._model.named_parameters()
-        }
-        for prefix, part in self._model.named_modules():
-            name = plain(f"{prefix}.").removesuffix(".")
+        structure = structure_of(self._model)
+        switches = {f"{name}.requires_grad": weight.requires_grad for name, weight in structure.parameters.items()}
+        for prefix, part in structure.modules.items():
+            name = structure.plain(f"{prefix}.").removesuffix(".")
             if self._has_modes:
                 switches[f"{name}.training"] = part.training
             if isinstance(part, _BatchNorm):

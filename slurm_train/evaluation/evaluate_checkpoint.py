@@ -13,6 +13,7 @@ from torch import nn
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.choice import check_owners
 from slurm_train.checkpoint.division import OTHERS
+from slurm_train.checkpoint.earlier import EXTRA, as_now
 from slurm_train.checkpoint.load import load_rank_state, load_tensors, require_fit
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.metadata import read_metadata
@@ -134,10 +135,12 @@ def _load(parts: Parts, path: Path) -> Manifest:
 
     # The name may change at any moment, and it may be one rank alone that finds a file gone.
     on_every_rank(group, read_files)
-    modules = files["rank state"].get("modules")
+    extra_states = as_now(files["rank state"]).get(EXTRA)
     is_stage = parts.pipeline is not None
     described = files["metadata"]
-    fill_model(parts.model, path, manifest, modules=modules, group=group, is_stage=is_stage, described=described)
+    fill_model(
+        parts.model, path, manifest, extra_states=extra_states, group=group, is_stage=is_stage, described=described
+    )
     name = measured_average(parts.rank.config.callbacks)
     if name is not None:
         _take_average(parts.model, path, name, described=described)
@@ -190,8 +193,8 @@ def load_model(model: nn.Module, path: Path) -> None:
     """
     manifest = verify(path)
     check_owners(path, manifest.files)
-    modules = (load_rank_state(path, 0) or {}).get("modules")
-    fill_model(model, path, manifest, modules=modules)
+    extra_states = as_now(load_rank_state(path, 0) or {}).get(EXTRA)
+    fill_model(model, path, manifest, extra_states=extra_states)
 
 
 def require_same_weights(model: nn.Module, path: Path) -> None:
@@ -201,8 +204,8 @@ def require_same_weights(model: nn.Module, path: Path) -> None:
         CheckpointError: a file cannot be read.
         RunError: it does not.
     """
-    modules = (load_rank_state(path, 0) or {}).get("modules")
-    _matching_state(model, path, read_manifest(path), modules=modules, described=read_metadata(path))
+    extra_states = as_now(load_rank_state(path, 0) or {}).get(EXTRA)
+    _matching_state(model, path, read_manifest(path), extra_states=extra_states, described=read_metadata(path))
 
 
 def fill_model(
@@ -210,7 +213,7 @@ def fill_model(
     path: Path,
     manifest: Manifest,
     *,
-    modules: Mapping[str, Any] | None,
+    extra_states: Mapping[str, Any] | None,
     group: dist.ProcessGroup | None = None,
     is_stage: bool = False,
     described: Any = None,
@@ -221,7 +224,7 @@ def fill_model(
         model: whole, or what this rank has of it.
         path: the checkpoint.
         manifest: its manifest.
-        modules: what rank 0 has saved of `checkpoint.state.module_states`; None in an older checkpoint.
+        extra_states: what modules of rank 0 have saved by `get_extra_state`; None in an older checkpoint.
         group: all ranks; None for one process.
         is_stage: see `require_fit`.
         described: what `read_metadata` has returned for it, where the caller has it.
@@ -231,10 +234,12 @@ def fill_model(
         RunError: the weights do not fit the model.
     """
     described = described or read_metadata(path)
-    state, extra = _matching_state(model, path, manifest, modules=modules, is_stage=is_stage, described=described)
+    state, extra = _matching_state(
+        model, path, manifest, extra_states=extra_states, is_stage=is_stage, described=described
+    )
     load_tensors(path, {"model": state}, group=group, described=described)
-    if modules is not None and extra:
-        restored = {name: modules["extra"].get(name, value) for name, value in extra.items()}
+    if extra_states is not None and extra:
+        restored = {name: extra_states.get(name, value) for name, value in extra.items()}
         restore_model_state(model, state | restored)
 
 
@@ -243,7 +248,7 @@ def _matching_state(
     path: Path,
     manifest: Manifest,
     *,
-    modules: Mapping[str, Any] | None,
+    extra_states: Mapping[str, Any] | None,
     is_stage: bool = False,
     described: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -255,6 +260,6 @@ def _matching_state(
     make_buffers(model, manifest.extra.get(MADE_BUFFERS, []), saved=saved)
     state = model_state(model)
     # Older checkpoints have extra states among the tensors.
-    extra = {} if modules is None else take_extra_states(state)
+    extra = {} if extra_states is None else take_extra_states(state)
     require_fit(path, state, is_stage=is_stage, described=described)
     return state, extra

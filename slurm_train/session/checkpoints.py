@@ -101,7 +101,8 @@ class SessionCheckpoints:
                 f"{manifest.world_size} ranks have saved it, and these are {self._rank.place.world_size}: the program "
                 "itself has to find its place in the data"
             )
-        if manifest.is_program:
+        # Other ranks have theirs with the rest of the state.
+        if manifest.is_program and self._rank.place.rank >= manifest.world_size:
             self.restore_random()
 
     def restore_random(self) -> None:

@@ -25,6 +25,7 @@ from slurm_train.session.interface import Checkpoint, Session, Training, whole_s
 from slurm_train.session.losses import LossWatch
 from slurm_train.session.peers import GroupChooser
 from slurm_train.session.progress import ReportedProgress
+from slurm_train.session.random_streams import RANDOM
 from slurm_train.session.rank_run import RankRun
 from slurm_train.session.replays import Replays
 from slurm_train.session.saving import DirectorySave
@@ -268,7 +269,7 @@ class JoinedSession(Session):
         from torch.distributed import ProcessGroup
         from torch.optim import Optimizer
 
-        from slurm_train.checkpoint.program import ProgramState
+        from slurm_train.checkpoint.contents import State, Terms
         from slurm_train.checkpoint.saves import build_saves
 
         group = self._calls.group()
@@ -285,12 +286,14 @@ class JoinedSession(Session):
                 f"`training` was given a {strangers[0]} {'among the optimizers' if is_listed else 'as optimizer'}",
                 hint="hand over an optimizer of torch, or a list of them: training(model, [first, second])",
             )
-        state = ProgramState(
+        state = State(
             model if isinstance(model, nn.Module) else nn.ModuleDict(model),
             optimizers,
             others,
             group=group,
+            terms=Terms(),
         )
+        state.add(RANDOM, self._checkpoints.random, of="rank")
         saves = build_saves(
             self._rank.run,
             place=self._checkpoints.place,

@@ -44,13 +44,19 @@ class RandomStreams:
             return
         import torch
 
-        torch.save(self.state(), folder / _FILE.format(self._rank))
+        torch.save(self.state_dict(), folder / _FILE.format(self._rank))
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns the states of the generators, for a checkpoint."""
         from slurm_train.distributed.seeds import rng_state
 
         return {"state": rng_state(), "begin": self._begin}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts the generators back as they were at a save of this rank."""
+        from slurm_train.distributed.seeds import set_rng_state
+
+        set_rng_state(state["state"])
 
     def restore(self, checkpoint: Path, *, world_size: int) -> str:
         """Puts the generators back as they were at a save, and returns what is to be said of it, "" for nothing.
@@ -66,7 +72,7 @@ class RandomStreams:
 
         mine = _read(checkpoint, self._rank)
         if mine is not None:
-            set_rng_state(mine["state"])
+            self.load_state_dict(mine)
             return ""
         saved = [found["state"] for rank in range(min(world_size, 2)) if (found := _read(checkpoint, rank)) is not None]
         if not saved:

@@ -16,10 +16,9 @@ from slurm_train.checkpoint.manifest import PROGRAM
 from slurm_train.errors import CheckpointError
 from slurm_train.session.checkpoints import SessionCheckpoints
 from slurm_train.session.interface import Training, whole_step
-from slurm_train.session.random_streams import RANDOM
 
 if TYPE_CHECKING:
-    from slurm_train.checkpoint.program import ProgramState
+    from slurm_train.checkpoint.contents import State
     from slurm_train.checkpoint.saves import Content, Saves
 
 
@@ -37,7 +36,7 @@ class RunTraining(Training):
 
     def __init__(
         self,
-        state: ProgramState,
+        state: State,
         saves: Saves,
         checkpoints: SessionCheckpoints,
         *,
@@ -151,14 +150,15 @@ class RunTraining(Training):
             CheckpointError: an optimizer keeps something that no checkpoint has, or an object has values that could
                 not be loaded again.
         """
-        has_order = bool(self._checkpoints.orders.present or self._checkpoints.replays)
-        self._say(*self._state.check_after_first_step(has_order=has_order, has_pass=self._checkpoints.passes.has_seen))
+        self._state.watched.has_order = bool(self._checkpoints.orders.present or self._checkpoints.replays)
+        self._state.watched.has_pass = self._checkpoints.passes.has_seen
+        self._say(*self._state.check_after_first_step())
         if not self._has_saved:
             self._saves.prepare(self._state.own_tensors())
 
     def pending_gradient(self) -> str:
         """Returns the name of a parameter whose gradient is being added up for the next step, "" for none."""
-        return self._state.pending_gradient()
+        return self._state.watched.steps.pending()
 
     @property
     def longest_save_s(self) -> float:
@@ -170,6 +170,4 @@ class RunTraining(Training):
         if step == self._checkpoints.newest_step:
             # Something was done since, such as an evaluation or the end of an epoch.
             self._saves.save_again(step)
-        return self._state.content(
-            self._checkpoints.header(step, kind=PROGRAM), more={RANDOM: self._checkpoints.random.state()}
-        )
+        return self._state.content(self._checkpoints.header(step, kind=PROGRAM))

@@ -9,7 +9,7 @@ second backward pass, so a run shows it once after its first step, and a resumed
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,17 +19,39 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+class RecordedOrder:
+    """The order of a run's first step as checkpoints have it, in every layout.
+
+    Args:
+        numbers: see there.
+    """
+
+    def __init__(self, numbers: Sequence[int] = ()) -> None:
+        self.numbers = list(numbers)
+        """See `BucketOrder.numbers`; empty before a step of DDP."""
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Returns {"values": numbers}."""
+        return {"values": self.numbers}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Takes over what `state_dict` returned."""
+        self.numbers = list(state["values"])
+
+
 class BucketOrder:
     """The order in which the gradients of a wrapped module become ready.
 
     Args:
         ddp: around the module.
+        recorded: of the run; gets the order of the first step.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, recorded: RecordedOrder) -> None:
         self.numbers: list[int] = []
         """Places of parameters among those that require a gradient; empty while it is not known."""
         self._ddp = ddp
+        self._recorded = recorded
         self._parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         sparse = (part for part in ddp.module.modules() if getattr(part, "sparse", False) is True)
         self._sparse = {id(parameter) for part in sparse for parameter in part.parameters(recurse=False)}
@@ -57,18 +79,16 @@ class BucketOrder:
             for handle in handles:
                 handle.remove()
         if self._fits(ready):
-            self.numbers = ready
+            self.numbers = self._recorded.numbers = ready
             self._num_missing -= 1
 
-    def repeat(self, numbers: Sequence[int]) -> bool:
-        """Shows DDP a recorded order, before the first step of a resumed run. Collective.
-
-        Args:
-            numbers: see `numbers` of this class.
+    def repeat(self) -> bool:
+        """Shows DDP the recorded order, before the first step of a resumed run. Collective.
 
         Returns:
             Whether the order fits this module's parameters; if not, nothing is done.
         """
+        numbers = self._recorded.numbers
         if not self._is_used or not self._fits(numbers):
             return False
         self.numbers = list(numbers)

@@ -2,7 +2,7 @@
 
 Training may read and change buffers that are saved: running statistics, a queue, a codebook. They are the same on all
 ranks at the beginning of each step, and so in an evaluation and after a resume. Buffers that are not saved
-(`persistent=False`) are taken for constants unless the first step changes them; `checkpoint.unsaved` finds those.
+(`persistent=False`) are taken for constants unless the first step changes them; `checkpoint.rules.unsaved` finds those.
 
 A step that is not applied leaves no trace in them: a NaN would stay in a running statistic for good, and with several
 ranks it would depend on the rank whose sample it was.
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_train.checkpoint.unsaved import Place, buffer_places
+from slurm_train.checkpoint.rules.unsaved import Place, buffer_places
 
 
 class SharedBuffers:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
 from slurm_train.checkpoint.state import saved_buffers
 from slurm_train.config.batch import check_schedule, planned_lr, total_steps
 from slurm_train.config.schema import RunConfig
@@ -25,16 +27,18 @@ from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.models.build import build_model, load_start_weights
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.timing import Spent
+from slurm_train.train.buckets import RecordedOrder
 from slurm_train.train.callbacks import Callback, build_callbacks
-from slurm_train.train.checkpointer import build_checkpointer
 from slurm_train.train.compilation import CompileCache, compile_in_place, require_compiler
 from slurm_train.train.context import Built, Parts, Rank
 from slurm_train.train.ending import end_training
 from slurm_train.train.evaluate import build_evaluator, find_measured
-from slurm_train.train.health import Health, position_after_rollbacks
+from slurm_train.train.health import Health, RecentLosses, position_after_rollbacks
 from slurm_train.train.layout import apply_parallelism, failures_explained
+from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.metrics import flops_per_token
 from slurm_train.train.optimizer import build_optimizer, build_schedule, note_on_rate, require_rules_fit, to_training
+from slurm_train.train.position import Position
 from slurm_train.train.progress import build_progress
 from slurm_train.train.samples import (
     begin_stream,
@@ -44,6 +48,7 @@ from slurm_train.train.samples import (
     note_of_few,
     padding_for,
 )
+from slurm_train.train.saver import build_saver
 from slurm_train.train.start_up import StartUp
 from slurm_train.train.step import build_stepper
 from slurm_train.train.stops import Stops
@@ -208,12 +213,20 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
     # The state of the newest checkpoint, and the position of the run.
     peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
     parts = replace(parts, measured=find_measured(parts))
-    checkpointer = build_checkpointer(parts, callbacks=callbacks, peak_lr=peak_lr)
+    position = Position()
     for callback in callbacks.values():
         callback.attach(parts)
-    position, notes = checkpointer.resume()
+    saver = build_saver(parts, position, callbacks=callbacks, peak_lr=peak_lr)
+    order = RecordedOrder()
+    losses = RecentLosses(config.health)
+    saver.state.add("bucket_order", order, of="run")
+    saver.state.add("recent_losses", losses, of="run")
+    scale = LossScale(rank.device) if rank.autocast is torch.float16 else None
+    if scale is not None:
+        saver.state.add("loss_scale", scale, of="run")
+    notes = saver.resume()
     saved_samples = position.samples
-    position.samples, num_rollbacks = position_after_rollbacks(rank.run, position, checkpointer.resumption.origin)
+    position.samples, num_rollbacks = position_after_rollbacks(rank.run, position, saver.resumption.origin)
     max_steps = total_steps(
         config,
         num_samples=len(parts.train_data),
@@ -228,11 +241,11 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
     if position.step == 0:
         check_schedule(config.optim, total_samples=planned_samples, global_size=rank.plan.global_size)
     schedule = build_schedule(config.optim, peak_lr=peak_lr, total_samples=planned_samples)
-    if checkpointer.resumed_from is not None and position.step < max_steps:
+    if saver.resumed_from is not None and position.step < max_steps:
         next_samples = position.samples_at(
             position.step + 1, global_size=rank.plan.global_size, growth=config.batch.growth
         )
-        notes.append(note_on_rate(checkpointer.resumed_from, schedule, next_samples=next_samples) or "")
+        notes.append(note_on_rate(saver.resumed_from, schedule, next_samples=next_samples) or "")
 
     is_stream = isinstance(parts.train_data, StreamSource)
     few = "" if is_stream else note_of_few(len(parts.train_data), global_size=rank.plan.global_size)
@@ -248,21 +261,23 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
             split,
             samples=position.samples,
             saved_samples=saved_samples,
-            state=checkpointer.stream_state,
+            state=None if saver.stream is None else saver.stream.saved,
         )
 
     # What takes and measures steps.
     stepper = build_stepper(
         parts,
         objective,
-        before_change=checkpointer.saves.buffers.hold_changes,
-        loss_scale=position.loss_scale,
+        before_change=saver.saves.buffers.hold_changes,
+        scale=scale,
+        order=order,
     )
     evaluator = build_evaluator(parts, stepper.passes, callbacks)
     health = Health(
         rank,
         batches=batches,
-        checkpointer=checkpointer,
+        saver=saver,
+        losses=losses,
         num_rollbacks=num_rollbacks,
     )
     stops = Stops(rank, spent=spent)
@@ -277,11 +292,11 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
         schedule=schedule,
         health=health,
         evaluator=evaluator,
-        checkpointer=checkpointer,
+        saver=saver,
         stops=stops,
         progress=build_progress(
             parts, stepper.passes, split, spent=spent, first_step=position.step, max_steps=max_steps
         ),
         callbacks=callbacks,
-        start_up=StartUp(rank, parts.model, compile_cache=compile_cache),
+        start_up=StartUp(rank, parts.model, watched=saver.state.watched, compile_cache=compile_cache),
     )

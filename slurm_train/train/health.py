@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.checkpoint.state import local_part
+from slurm_train.config.schema import HealthSection
 from slurm_train.data.batches import GlobalBatches
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.checkpointer import Checkpointer
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.position import Position
+from slurm_train.train.saver import TrainerSaver
 from slurm_train.train.step import StepResult
 
 # Sample ids of a bad step in its event, at most.
@@ -42,13 +43,47 @@ _CHUNK = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 
+class RecentLosses:
+    """The newest losses of good steps, oldest first; only kept where spikes are looked for.
+
+    Args:
+        settings: the section `health` of the configuration.
+    """
+
+    def __init__(self, settings: HealthSection) -> None:
+        self._settings = settings
+        self._values: list[float] = []
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Returns {"values": losses}."""
+        return {"values": self._values}
+
+    def load_state_dict(self, state: Mapping[str, Iterable[float]]) -> None:
+        """Takes over what `state_dict` returned."""
+        self._values = list(state["values"])
+
+    def add(self, loss: float) -> None:
+        """Takes note of the loss of a good step."""
+        if self._settings.spike_factor is not None:
+            self._values = [*self._values, loss][-self._settings.spike_window :]
+
+    def limit(self) -> float:
+        """Returns the loss above which the next step is a spike, infinity where nothing is."""
+        settings = self._settings
+        if settings.spike_factor is None or len(self._values) < settings.spike_window:
+            return float("inf")
+        median = statistics.median(self._values)
+        return settings.spike_factor * median if median > 0 else float("inf")
+
+
 class Health:
     """Checks the result of each step, writes bad ones to events@<host>.jsonl, and rolls the run back where configured.
 
     Args:
         rank: this rank.
         batches: the global batches of the run.
-        checkpointer: restores the checkpoint of a rollback.
+        saver: restores the checkpoint of a rollback.
+        losses: of the newest good steps.
         num_rollbacks: rollbacks of this run so far.
     """
 
@@ -57,7 +92,8 @@ class Health:
         rank: Rank,
         *,
         batches: GlobalBatches,
-        checkpointer: Checkpointer,
+        saver: TrainerSaver,
+        losses: RecentLosses,
         num_rollbacks: int,
     ) -> None:
         self.bad_step: int | None = None
@@ -67,19 +103,11 @@ class Health:
         self._rank = rank
         self._settings = rank.config.health
         self._batches = batches
-        self._checkpointer = checkpointer
+        self._saver = saver
+        self.losses = losses
         self._num_rollbacks = num_rollbacks
         self._compared_step = 0
         self._empty_steps: deque[bool] = deque(maxlen=_EMPTY_WINDOW)
-
-    def loss_limit(self, position: Position) -> float:
-        """Returns the loss above which the next step is a spike, infinity where nothing is."""
-        settings = self._settings
-        recent = position.recent_losses
-        if settings.spike_factor is None or len(recent) < settings.spike_window:
-            return float("inf")
-        median = statistics.median(recent)
-        return settings.spike_factor * median if median > 0 else float("inf")
 
     def judge(self, result: StepResult, position: Position) -> None:
         """Checks the result of a step: records the loss of a good step, writes an event for a bad one.
@@ -105,9 +133,8 @@ class Health:
             refuse(result)
         if action == "rollback":
             self.bad_step = result.facts.step
-        if action == "log" and settings.spike_factor is not None:
-            position.recent_losses.append(result.loss)
-            del position.recent_losses[: -settings.spike_window]
+        if action == "log":
+            self.losses.add(result.loss)
 
     def _is_empty(self, result: StepResult, position: Position) -> bool:
         """Returns whether no item of a step counts, so that nothing is learned from it; writes an event then.
@@ -129,19 +156,17 @@ class Health:
             refuse(result, num_empty=num_empty, of=len(self._empty_steps))
         return True
 
-    def roll_back(self, *, samples: int) -> Position:
+    def roll_back(self, position: Position) -> None:
         """Restores the newest verified checkpoint from before `bad_step`. Collective.
 
         Args:
-            samples: global samples consumed up to now; the run continues behind them, so none of the samples since the
-                checkpoint is seen again.
-
-        Returns:
-            The position of the checkpoint, with these samples.
+            position: becomes that of the checkpoint, but for the samples consumed up to now: the run continues behind
+                them, so none of the samples since the checkpoint is seen again.
 
         Raises:
             SlurmTrainError: the run has been rolled back too often, or there is no checkpoint to go back to.
         """
+        samples = position.samples
         bad_step = self.bad_step
         self.bad_step = None
         assert bad_step is not None
@@ -153,15 +178,15 @@ class Health:
         self._num_rollbacks += 1
         group = dist.group.WORLD
         # A save under way may be of a step that is discarded below.
-        self._checkpointer.saves.finish()
-        self._checkpointer.saves.discard_from(bad_step)
-        position, notes = self._checkpointer.resume()
-        if position.step == 0:
+        self._saver.saves.finish()
+        self._saver.saves.discard_from(bad_step)
+        notes = self._saver.resume()
+        if self._saver.resumed_from is None:
             raise SlurmTrainError(
                 f"step {bad_step} went wrong and there is no checkpoint to go back to",
                 hint="lower checkpoint.every_steps, or set health.on_non_finite=skip",
             )
-        origin = self._checkpointer.resumption.origin
+        origin = self._saver.resumption.origin
         facts = {
             "to_step": position.step,
             "checkpoint_samples": position.samples,
@@ -173,7 +198,6 @@ class Health:
         span = f"samples {position.samples} to {samples}"
         self._rank.say(f"step {bad_step}: back to step {position.step}; {span} are passed over", *notes)
         position.samples = samples
-        return position
 
     def compare_replicas(self, model: nn.Module, *, step: int, before_save: bool = False) -> None:
         """Compares the replicas of the model where that is due: every so many steps, and before each save. Collective.

@@ -8,7 +8,7 @@ one. It stays on the device and follows the reduced numbers there: no step waits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,19 +23,21 @@ class LossScale:
 
     Args:
         device: where the gradients are.
-        state: what `state` returned; None begins anew.
     """
 
-    def __init__(self, device: torch.device, state: Sequence[float] | None) -> None:
+    def __init__(self, device: torch.device) -> None:
         # The factor, steps since it changed, whether there was an overflow.
-        self._values = torch.zeros(3, device=device)
+        self._values = torch.tensor((1.0, 0.0, 0.0), device=device)
         self.factor = self._values[0]
         """The factor of the losses, a scalar on the device; `update` changes it in place."""
-        self.restore(state)
 
-    def restore(self, state: Sequence[float] | None) -> None:
-        """Takes over what `state` returned; None begins anew."""
-        self._values.copy_(torch.tensor(state or (1.0, 0.0, 0.0)))
+    def state_dict(self) -> dict[str, list[float]]:
+        """Returns {"values": [factor, steps since it changed, 1 after an overflow]}. Waits for a GPU."""
+        return {"values": self._values.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Takes over what `state_dict` returned."""
+        self._values.copy_(torch.tensor(state["values"]))
 
     def update(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Sets the factor of the next step; returns whether this step's factor was too large, a bool scalar.
@@ -54,8 +56,3 @@ class LossScale:
         streak = torch.where(overflows | grows, 0.0, streak + 1)
         self._values.copy_(torch.stack((following, streak, torch.maximum(has_overflowed, overflows.float()))))
         return is_too_large
-
-    def state(self) -> list[float]:
-        """Returns the state for a checkpoint: factor, steps since it changed, 1 after an overflow. Waits for a GPU."""
-        values: list[float] = self._values.tolist()
-        return values

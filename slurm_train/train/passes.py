@@ -35,7 +35,7 @@ from slurm_train.formatting import shorten
 from slurm_train.models.head import group_named
 from slurm_train.models.objective import Objective, labels_in
 from slurm_train.models.scores import num_counted
-from slurm_train.train.buckets import BucketOrder
+from slurm_train.train.buckets import BucketOrder, RecordedOrder
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.convolutions import tune_convolutions
@@ -94,23 +94,16 @@ class Passes(HeldModel):
         self._accumulation = rank.plan.accumulation
         self._copies = DeviceCopies(rank.device) if rank.device.type == "cuda" else None
 
-    @property
-    def bucket_order(self) -> list[int]:
-        """The order of DDP's buckets, for checkpoints; empty where there is none."""
-        return []
-
-    def check_first_batch(self, batch: Batch, *, bucket_order: Sequence[int] = ()) -> str | None:
+    def check_first_batch(self, batch: Batch) -> str | None:
         """Prepares the first step; returns a note for the user, if there is one. Collective.
 
         Args:
             batch: a micro-batch on the CPU.
-            bucket_order: order of DDP's buckets in the checkpoint; empty at the beginning of a run.
 
         Raises:
             ConfigError: the model cannot be trained with such batches, the layout cannot cut them, or the model itself
                 computes another loss for them.
         """
-        del bucket_order
         layout = self._rank.layout
         if isinstance(batch, dict) and layout.pp * layout.cp > 1:
             raise ConfigError(
@@ -237,10 +230,17 @@ class ReplicaPasses(Passes):
         inputs: how batches get to its model.
         module: the module that DDP wraps.
         ddp: the wrapper; None for one rank, which exchanges nothing.
+        order: that of DDP's buckets in the run's first step.
     """
 
     def __init__(
-        self, rank: Rank, inputs: ModelInputs, module: TrainingModule, ddp: DistributedDataParallel | None
+        self,
+        rank: Rank,
+        inputs: ModelInputs,
+        module: TrainingModule,
+        ddp: DistributedDataParallel | None,
+        *,
+        order: RecordedOrder,
     ) -> None:
         objective: Any = module.objective
         super().__init__(rank, inputs=inputs, objective=objective, num_averaged=rank.place.world_size)
@@ -249,7 +249,7 @@ class ReplicaPasses(Passes):
         # Looked up once: a module's attributes cost half a microsecond each time.
         self._module = module
         self._stats_param = module.stats_param
-        self._order = None if ddp is None else BucketOrder(ddp)
+        self._order = None if ddp is None else BucketOrder(ddp, order)
         # DDP learns a static graph in the first backward pass, and torch (2.13) asserts that this pass exchanges. To
         # reduce after every micro-batch gives the same gradient, so the first step does that with a static graph.
         self._may_accumulate = ddp is None or not ddp.static_graph
@@ -257,15 +257,10 @@ class ReplicaPasses(Passes):
         settings = rank.config.ddp
         self._may_lack_gradients = settings.find_unused_parameters or settings.static_graph
 
-    @property
-    def bucket_order(self) -> list[int]:
-        """The order of DDP's buckets, for checkpoints; empty where there is none."""
-        return [] if self._order is None else self._order.numbers
-
-    def check_first_batch(self, batch: Batch, *, bucket_order: Sequence[int] = ()) -> str | None:
+    def check_first_batch(self, batch: Batch) -> str | None:
         """Checks the model with a micro-batch, and restores the order of DDP's buckets. Collective."""
-        note = super().check_first_batch(batch, bucket_order=bucket_order)
-        if self._order is not None and self._order.repeat(bucket_order):
+        note = super().check_first_batch(batch)
+        if self._order is not None and self._order.repeat():
             self._may_accumulate = True
         return note
 
@@ -505,13 +500,14 @@ class PipelinePasses(ShardPasses):
         return loss.clone() if self._factor is None else loss * self._factor
 
 
-def build_passes(parts: Parts, objective: Objective, *, factor: torch.Tensor | None) -> Passes:
+def build_passes(parts: Parts, objective: Objective, *, factor: torch.Tensor | None, order: RecordedOrder) -> Passes:
     """Returns the passes for the run's layout. Collective.
 
     Args:
         parts: model, optimizer and data of this rank.
         objective: the loss around the model.
         factor: factor of the losses that are back-propagated; None for 1.
+        order: that of DDP's buckets in the run's first step.
     """
     rank = parts.rank
     if rank.layout.is_replicated:
@@ -522,7 +518,7 @@ def build_passes(parts: Parts, objective: Objective, *, factor: torch.Tensor | N
             ddp = build_ddp(module, ddp=rank.config.ddp, device=rank.device)
             if rank.config.ddp.comm == "bf16":
                 send_bfloat16(ddp, module.stats_param)
-        return ReplicaPasses(rank, parts.inputs, module, ddp)
+        return ReplicaPasses(rank, parts.inputs, module, ddp, order=order)
     parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
     keywords: dict[str, Any] = {
         "model": parts.model,

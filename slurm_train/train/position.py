@@ -6,7 +6,7 @@ Apart from what saves it, since callbacks look at it and are saved themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from slurm_train.checkpoint.manifest import Manifest
@@ -31,20 +31,21 @@ class Position:
     """The evaluation of this step was broken off by a stop."""
     ended: str = ""
     """Why the run ends at this step, before its last; "" where it goes on."""
-    recent_losses: list[float] = field(default_factory=list)
-    """Newest losses, oldest first; only kept where spikes are looked for."""
-    loss_scale: list[float] | None = None
-    """State of the loss scale; None without float16."""
     batch_since: list[int] = field(default_factory=lambda: [0, 0])
     """Steps and samples done when the global batch got its present size."""
-    bucket_order: list[int] = field(default_factory=list)
-    """Order in which gradients became ready in the run's first step; empty without DDP."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Position:
         """Returns the position that a checkpoint was saved at."""
-        fields = {key: value for key, value in manifest.extra.items() if key in cls.__slots__}
-        return cls(step=manifest.step, samples=manifest.samples, **fields)
+        # Earlier versions kept the states of other parts here.
+        known = {key: value for key, value in manifest.extra.items() if key in cls.__slots__}
+        return cls(step=manifest.step, samples=manifest.samples, **known)
+
+    def continue_from(self, manifest: Manifest) -> None:
+        """Takes over the position that a checkpoint was saved at."""
+        position = Position.of(manifest)
+        for number in fields(self):
+            setattr(self, number.name, getattr(position, number.name))
 
     def as_extra(self) -> dict[str, Any]:
         """Returns what a manifest keeps of it besides step and samples."""

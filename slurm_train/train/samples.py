@@ -17,15 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.state import can_pin
 from slurm_train.config.batch import cut_equally, num_batches, shares_by_weight, shares_in_words
+from slurm_train.config.parallel import ParallelLayout
 from slurm_train.data.batches import BatchStream, GlobalBatches, MicroBatch, Prefetch, Split
-from slurm_train.data.build import prefetch_depth
+from slurm_train.data.build import ALLOW_WORLD_CHANGE, prefetch_depth
 from slurm_train.data.length_batches import LengthBatches
 from slurm_train.data.mapstyle import Padding
 from slurm_train.data.order import DIGEST_MODULUS, SampleOrder, samples_digest
 from slurm_train.data.source import Draw, SampleSource, lengths_of
 from slurm_train.data.stream import StreamSource
+from slurm_train.errors import DataError
 from slurm_train.models.own_loss import own_loss_of
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.device_copies import Pinning
@@ -209,6 +212,57 @@ def _weighted_shares(rank: Rank, weights: Sequence[float]) -> tuple[int, ...]:
         rank.say(f"shares: {sentence}")
         rank.append_event("shares", sentence=sentence, sizes=list(shares))
     return shares
+
+
+class StreamPlace:
+    """Where this rank's stream of samples is, as a part of what is saved; the stream takes it over when it begins.
+
+    Args:
+        stream: the data.
+        position: of the loop.
+        may_begin_anew: whether another number of readers may begin a pass anew.
+    """
+
+    def __init__(self, stream: StreamSource, position: Position, *, may_begin_anew: bool) -> None:
+        self._stream = stream
+        self._position = position
+        self._may_begin_anew = may_begin_anew
+        self.saved: dict[str, Any] | None = None
+        """The state at the checkpoint; None to begin anew."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the stream is."""
+        return self._stream.state(self._position.samples)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keeps a state until the stream begins."""
+        self.saved = state
+
+    def check_readers(self, manifest: Manifest, *, num_readers: int) -> list[str]:
+        """Returns a note for the user where the stream begins anew, since other ranks read it than before.
+
+        Args:
+            manifest: of the checkpoint.
+            num_readers: data-parallel ranks.
+
+        Raises:
+            DataError: the state is of another number of ranks, and `data.allow_world_change` is not set.
+        """
+        num_saved = ParallelLayout(**manifest.mesh).data_parallel_size
+        if num_saved == num_readers:
+            return []
+        if not self._may_begin_anew:
+            raise DataError(
+                f"step {manifest.step} was saved with streams of {num_saved} data-parallel ranks, and there are "
+                f"{num_readers}",
+                hint=f"resume on {num_saved}; or with +data.{ALLOW_WORLD_CHANGE}=true all streams begin anew, so "
+                "samples of the present pass come again",
+            )
+        self.saved = None
+        return [
+            f"stream state of {num_saved} ranks cannot resume on {num_readers}: resetting it, "
+            "samples of the present pass come again"
+        ]
 
 
 def begin_stream(

@@ -6,8 +6,9 @@ import gc
 
 from torch import nn
 
-from slurm_train.checkpoint.unsaved import UnsavedState
+from slurm_train.checkpoint.rules.watched import Watched
 from slurm_train.distributed.group import use_timeout
+from slurm_train.errors import ConfigError
 from slurm_train.formatting import shorten
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.compilation import CompileCache
@@ -24,42 +25,43 @@ class StartUp:
     Args:
         rank: this rank.
         model: this rank's part of the model.
+        watched: what the rules about saves know of the training.
         compile_cache: keeps what torch has compiled.
     """
 
-    def __init__(self, rank: Rank, model: nn.Module, *, compile_cache: CompileCache) -> None:
+    def __init__(self, rank: Rank, model: nn.Module, *, watched: Watched, compile_cache: CompileCache) -> None:
         self._rank = rank
         self._model = model
+        self._watched = watched
         self._compile_cache = compile_cache
-        self._unsaved: UnsavedState | None = None
+        self._parameters = {name for name, _ in model.named_parameters()}
 
     def begin(self) -> None:
         """Remembers what the model has and no checkpoint saves; called before the first step."""
-        self._unsaved = UnsavedState(self._model)
+        self._watched.begin()
 
-    def end(self, buffers: SharedBuffers) -> str | None:
+    def end(self, buffers: SharedBuffers) -> None:
         """Keeps what was compiled, and lets collectives and the watchdog use the times of a usual step. Collective.
 
         Args:
             buffers: those that all ranks have alike; gets what the first step has changed.
 
-        Returns:
-            A note for the user about state that no checkpoint has, if there is some.
+        Raises:
+            ConfigError: the step has made parameters, which the optimizer does not have.
         """
-        assert self._unsaved is not None
-        changed = {name for names in gather(self._unsaved.changed_buffers()) for name in names}
+        changed = {name for names in gather(self._watched.unsaved.changed_buffers()) for name in names}
         buffers.add(changed)
         buffers.add_new(self._model)
-        names = [*sorted(changed), *self._unsaved.changed_attributes()]
         self._compile_cache.keep()
         self._rank.heartbeat.settled = True
         use_timeout(self._rank.collective_timeout_s(self._rank.config.train.steady_timeout_s))
-        if not names:
-            return None
-        return (
-            f"training changes {shorten(names)} of the model, which no checkpoint has: a resume begins with the first "
-            "value; register_buffer (persistent) or get_extra_state saves it"
-        )
+        made = sorted({name for name, _ in self._model.named_parameters()} - self._parameters)
+        if made:
+            raise ConfigError(
+                f"the first step has made parameters that the optimizer does not have: {shorten(made)}; they would not "
+                "be trained",
+                hint="make all parameters in the constructor of the model",
+            )
 
 
 def take_over_garbage() -> None:

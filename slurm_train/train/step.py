@@ -9,7 +9,7 @@ Parameters that are offloaded to the host are updated as on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from slurm_train.checkpoint.state import local_part
 from slurm_train.data.batches import MicroBatch
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import Objective
+from slurm_train.train.buckets import RecordedOrder
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ddp import COUNT, LOSS, NON_FINITE, STOP
 from slurm_train.train.loss_scale import LossScale
@@ -259,7 +260,8 @@ def build_stepper(
     objective: Objective,
     *,
     before_change: Callable[[], None],
-    loss_scale: Sequence[float] | None = None,
+    scale: LossScale | None,
+    order: RecordedOrder,
 ) -> Stepper:
     """Returns the stepper for this run's layout. Collective: DDP compares the ranks' parameters.
 
@@ -267,8 +269,8 @@ def build_stepper(
         parts: model, optimizer and data of this rank.
         objective: the loss around the model.
         before_change: called before parameters change, since a save may be copying them.
-        loss_scale: state of the loss scale in the checkpoint; None begins anew.
+        scale: of the losses; None without float16.
+        order: that of DDP's buckets in the run's first step.
     """
-    scale = LossScale(parts.rank.device, loss_scale) if parts.rank.autocast is torch.float16 else None
-    passes = build_passes(parts, objective, factor=None if scale is None else scale.factor)
+    passes = build_passes(parts, objective, factor=None if scale is None else scale.factor, order=order)
     return Stepper(parts.rank, passes, parts.optimizer, before_update=before_change, scale=scale)

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from slurm_train.checkpoint.saves import Content, Saves
+from slurm_train.checkpoint.saves import Saves
 from slurm_train.distributed.seeds import mix
 from slurm_train.session.wandb_calls import guard_calls
 from slurm_train.train.callbacks import Callback, TrainerView
-from slurm_train.train.checkpointer import Checkpointer
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Health, refuse
@@ -25,6 +24,7 @@ from slurm_train.train.optimizer import Schedule, averaged, to_average
 from slurm_train.train.position import Position
 from slurm_train.train.progress import TrainingProgress
 from slurm_train.train.samples import Samples
+from slurm_train.train.saver import TrainerSaver
 from slurm_train.train.start_up import StartUp, collect_garbage, give_back_garbage, take_over_garbage
 from slurm_train.train.step import StepFacts, Stepper, StepResult
 from slurm_train.train.stops import Stops
@@ -51,8 +51,8 @@ class Trainer:
     """Judges the results of steps."""
     evaluator: Evaluator | None
     """None where there are no held-out samples, or none shall be evaluated."""
-    checkpointer: Checkpointer
-    """Gives what a checkpoint has of the training."""
+    saver: TrainerSaver
+    """Saves the training, and restores it."""
     stops: Stops
     """How the training ends before its last step."""
     progress: TrainingProgress
@@ -76,7 +76,7 @@ class Trainer:
     @property
     def saves(self) -> Saves:
         """When and how checkpoints are made."""
-        return self.checkpointer.saves
+        return self.saver.saves
 
     @property
     def newest(self) -> StepResult | None:
@@ -127,7 +127,7 @@ class Trainer:
             step,
             samples,
             lr=self.schedule.lr_at(samples),
-            loss_limit=self.health.loss_limit(position),
+            loss_limit=self.health.losses.limit(),
             size=samples - position.samples,
             num_batches=num_batches,
         )
@@ -170,7 +170,7 @@ class Trainer:
         """Calls the callbacks, evaluates and saves, where that is due."""
         step = self.position.step
         eval_every = self.rank.config.train.eval_every_steps
-        self.checkpointer.resumption.move_on()
+        self.saver.resumption.move_on()
         self._call("on_step_end")
         if self.start_up is not None:
             self._end_start_up(self.start_up)
@@ -188,15 +188,13 @@ class Trainer:
         if (saves or self.saves.is_requested) and not is_last:
             with self.progress.span("checkpoint_stall_s"):
                 self._before_save()
-                self.say(self.saves.save_soon(self._content, step=step))
+                self.say(self.saver.save_soon())
 
     def _end_start_up(self, start_up: StartUp) -> None:
-        passes = self.stepper.passes
-        self.position.bucket_order = passes.bucket_order or self.position.bucket_order
-        self.say(start_up.end(passes.buffers))
-        self.checkpointer.require_savable()
+        start_up.end(self.stepper.passes.buffers)
+        self.rank.say(*self.saver.check_first_step())
         if self.rank.config.checkpoint.every_steps is not None:
-            self.saves.prepare(self.checkpointer.own_tensors())
+            self.saves.prepare(self.saver.state.own_tensors())
         take_over_garbage()
         # A callback may call it.
         guard_calls(self.rank.stop)
@@ -237,7 +235,7 @@ class Trainer:
         if finished or self._has_time_to_save():
             with self.progress.span("checkpoint_stall_s"):
                 self._before_save()
-                self.saves.save(self._content, step=position.step)
+                self.saver.save()
                 self._pass_on_news()
         if finished:
             self.saves.close()
@@ -256,7 +254,7 @@ class Trainer:
     def _check_first_batch(self) -> None:
         with self.progress.span("compile_s"):
             first = self.samples.peek()
-            self.say(self.stepper.passes.check_first_batch(first.tensors, bucket_order=self.position.bucket_order))
+            self.say(self.stepper.passes.check_first_batch(first.tensors))
 
     def _read_pending(self) -> bool:
         """Reads the values that are still on their way; returns whether one of them took the run back."""
@@ -274,24 +272,18 @@ class Trainer:
             self.stepper.forget()
             self.samples.forget_digests()
             self.rank.heartbeat.mark("start")
-            self.position = self.health.roll_back(samples=self.position.samples)
-            if self.stepper.scale is not None:
-                self.stepper.scale.restore(self.position.loss_scale)
+            self.health.roll_back(self.position)
         self.progress.spent.rolled_back_steps += step_before - self.position.step
         return True
 
     def _before_save(self) -> None:
-        scale = self.stepper.scale
-        self.position.loss_scale = None if scale is None else scale.state()
         self.health.compare_replicas(self.model, step=self.position.step, before_save=True)
         self._call("on_save")
+        self.rank.say(*self.saver.state.check_before_save(None))
         self.rank.heartbeat.mark("save")
         # The thread that writes the checkpoint makes them durable.
         with contextlib.suppress(OSError):
             self.progress.write_lines()
-
-    def _content(self) -> Content:
-        return self.checkpointer.content(self.position)
 
     def _pass_on_news(self) -> None:
         """Passes on what became of background saves; one that ends the run asks for a stop, which all agree on."""

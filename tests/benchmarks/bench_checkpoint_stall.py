@@ -16,7 +16,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,8 +28,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.checkpointer import Checkpointer, build_checkpointer
 from slurm_train.train.position import Position
+from slurm_train.train.saver import TrainerSaver, build_saver
 from tests.support.options import read_options
 from tests.support.ranks import make_parts, make_rank
 
@@ -53,7 +52,7 @@ class Bench:
         self.copies: list[Tensor] = []
         self.future: Any = None
         self.number = 0
-        self.checkpointer = self._build_checkpointer()
+        self.saver = self._build_saver()
 
     def tensors(self) -> list[Tensor]:
         """Returns all tensors of the state."""
@@ -71,8 +70,8 @@ class Bench:
     def ours(self) -> None:
         """A periodic save."""
         self.number += 1
-        content = partial(self.checkpointer.content, Position(step=self.number))
-        self.checkpointer.saves.save_soon(content, step=self.number)
+        self.saver.position.step = self.number
+        self.saver.save_soon()
 
     def torch_save(self) -> None:
         """torch.save of both state dicts and fsync."""
@@ -95,8 +94,8 @@ class Bench:
         if self.future is not None:
             self.future.result()
             self.future = None
-        self.checkpointer.saves.finish()
-        assert not self.checkpointer.saves.news(), "a save failed"
+        self.saver.saves.finish()
+        assert not self.saver.saves.news(), "a save failed"
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -108,12 +107,12 @@ class Bench:
         path.mkdir()
         return path
 
-    def _build_checkpointer(self) -> Checkpointer:
+    def _build_saver(self) -> TrainerSaver:
         run = RunDirectory(self.folder / "run")
         run.path.mkdir()
         rank = make_rank(run.path, RunConfig(checkpoint=CheckpointSection(keep=1)))
         parts = make_parts(rank, self.model, self.optimizer, Data(range(1000)))
-        return build_checkpointer(parts, callbacks={}, peak_lr=0.1)
+        return build_saver(parts, Position(), callbacks={}, peak_lr=0.1)
 
 
 class Data(list[int]):
@@ -172,7 +171,7 @@ def main() -> None:
         print(
             f"checkpoint stall: {size_gb:.2f} GB in {len(bench.tensors())} tensors, {torch.get_num_threads()} threads"
         )
-        bench.checkpointer.saves.prepare(bench.checkpointer.own_tensors())  # as the trainer does after its first step
+        bench.saver.saves.prepare(bench.saver.state.own_tensors())  # as the trainer does after its first step
         bench.settle()
         ways = {
             "copy in memory": bench.copy,

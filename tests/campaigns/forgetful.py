@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from slurm_train.train.saver import TrainerSaver
 
-from slurm_train.train.checkpointer import Checkpointer
-
-resume = Checkpointer.resume
+resume = TrainerSaver.resume
 
 
-def forget(self: Checkpointer) -> tuple[Any, list[str]]:
-    position, notes = resume(self)
-    if position.step:
-        position.samples += self.parts.rank.plan.global_size
-    return position, notes
+def forget(self: TrainerSaver) -> list[str]:
+    notes = resume(self)
+    if self.position.step:
+        self.position.samples += self.parts.rank.plan.global_size
+    return notes
 
 
-Checkpointer.resume = forget  # type: ignore[method-assign]
+TrainerSaver.resume = forget  # type: ignore[method-assign]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from slurm_train.rundir.events import read_events, read_saves
 from slurm_train.rundir.lineage import read_origins
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import Notice, read_measured, read_step_times
-from slurm_train.train.checkpointer import build_checkpointer
 from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.position import Position
+from slurm_train.train.saver import build_saver
 from tests.support.ledgers import attempt_of
 from tests.support.ranks import make_parts, make_rank
 from tests.support.run_facts import run_with_notice
@@ -202,8 +201,7 @@ def test_only_statistics_that_are_saved_hold_up_the_next_pass(
     monkeypatch.setattr(StagingBuffers, "hold_changes", lambda _: held.append(True))
     monkeypatch.setattr(Saves, "_work", lambda *_: lambda: Saved(Path(), manifest=None))
     parts = make_parts(make_rank(tmp_path), model, build_optimizer(model, optim=OptimSection()), Numbers(range(64)))
-    checkpointer = build_checkpointer(parts, callbacks={}, peak_lr=0.1)
-    checkpointer.saves.save_soon(partial(checkpointer.content, Position()), step=0)
+    build_saver(parts, Position(), callbacks={}, peak_lr=0.1).save_soon()
     assert bool(held) == holds
 
 

@@ -11,6 +11,7 @@ import torch
 
 from slurm_train.checkpoint.choice import choose_checkpoint
 from slurm_train.checkpoint.division import OTHERS
+from slurm_train.checkpoint.earlier import VALUES
 from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.parts import PER_RANK, Of, StateParts
 from slurm_train.checkpoint.save import save_checkpoint
@@ -45,7 +46,7 @@ def save(root: Path, parts: StateParts, *, step: int = 4) -> None:
     save_checkpoint(
         root,
         tensors={"model": {"w": torch.ones(2)}, OTHERS: content.tensors},
-        rank_state={parts.key: parts.own_values(content)},
+        rank_state={VALUES: parts.own_values(content)},
         header=make_header(step, extra={PER_RANK: content.per_rank}),
         group=None,
         keep=1,
@@ -61,12 +62,12 @@ def restore(root: Path, parts: StateParts) -> list[str]:
 
 @pytest.mark.parametrize("of", ["run", None])
 def test_lists_of_tensors_arrays_and_numbers_of_numpy_come_back_in_their_types(root: Path, of: Of) -> None:
-    parts = StateParts(key="others", group=None)
+    parts = StateParts(group=None)
     parts.add("part", Holder(state_of(2.0)), of=of)
     save(root, parts)
     save(root, parts, step=5)
     held = Holder(state_of(0.0))
-    again = StateParts(key="others", group=None)
+    again = StateParts(group=None)
     again.add("part", held, of=of)
     assert restore(root, again) == []
     assert str(held.state) == str(state_of(2.0)) and held.num_loads == 1
@@ -74,12 +75,12 @@ def test_lists_of_tensors_arrays_and_numbers_of_numpy_come_back_in_their_types(r
 
 
 def test_what_is_new_left_out_or_held_by_another_rank_is_told(root: Path) -> None:
-    parts = StateParts(key="others", group=None, noun="callback ")
+    parts = StateParts(group=None, noun="callback ")
     for name in ("kept", "old", "empty"):
         parts.add(name, Holder({"table": torch.ones(3), "rows": 3}), of="run")
     save(root, parts)
     kept, empty = Holder({"rows": 0}), Holder({})
-    again = StateParts(key="others", group=None, noun="callback ")
+    again = StateParts(group=None, noun="callback ")
     for name, holder in (("kept", kept), ("new", Holder({})), ("empty", empty)):
         again.add(name, holder, of="run")
     assert restore(root, again) == [

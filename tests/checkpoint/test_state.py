@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from slurm_train.checkpoint import division
 from slurm_train.checkpoint.division import Division
-from slurm_train.checkpoint.state import buffer_shapes, model_state, module_states, names_of_groups, training_state
+from slurm_train.checkpoint.state import buffer_shapes, extra_states, model_state, names_of_groups, training_state
+from slurm_train.checkpoint.switches import Switches
 from slurm_train.checkpoint.tree import leaves_of
 
 
@@ -91,7 +92,8 @@ def described(model: nn.Module) -> Any:
     return {
         "tensors": {name: (str(value), place) for name, (value, place) in tensors.items()},
         "buffers": buffer_shapes(model),
-        "modules": module_states(model),
+        "extra": extra_states(model),
+        "switches": Switches(model, has_modes=True).at_start,
     }
 
 
@@ -124,6 +126,7 @@ def test_names_are_found_out_once_for_all_saves(monkeypatch: pytest.MonkeyPatch)
     model.first(torch.ones(4)).sum().backward()
     optimizer.step()
     first = training_state(model, optimizer)
+    switches = Switches(model, has_modes=True)
     walked: list[str] = []
     for name in ("named_modules", "named_parameters", "state_dict"):
         usual = getattr(nn.Module, name)
@@ -131,7 +134,7 @@ def test_names_are_found_out_once_for_all_saves(monkeypatch: pytest.MonkeyPatch)
     optimizer.param_groups[0]["lr"] = 0.5
     second = training_state(model, optimizer)
     assert buffer_shapes(model) == {"mean": (4,)}
-    assert not module_states(model)["in_evaluation"] and names_of_groups(model, optimizer)
+    assert not switches.changed() and names_of_groups(model, optimizer)
     assert not walked
     assert second["optimizer"]["param_groups"][0]["lr"] == 0.5
     pairs = zip(leaves_of(first), leaves_of(second), strict=True)

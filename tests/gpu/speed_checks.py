@@ -25,6 +25,7 @@ from slurm_train.models import head
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
 from slurm_train.plan.memory import facts_of, rank_memory
+from slurm_train.train.buckets import RecordedOrder
 from slurm_train.train.build import build_parts
 from slurm_train.train.layout import apply_parallelism
 from slurm_train.train.step import StepFacts, build_stepper
@@ -154,7 +155,9 @@ def _peak_of(stage: Stage, size: str, parallel: dict[str, Any]) -> tuple[int, in
     if stage.on_gpu:
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
     parts = apply_parallelism(rank, build_parts(rank))
-    stepper = build_stepper(parts, Objective(parts.model), before_change=lambda: None)
+    stepper = build_stepper(
+        parts, Objective(parts.model), before_change=lambda: None, scale=None, order=RecordedOrder()
+    )
     indices = torch.arange(1).numpy()
     batch = MicroBatch(indices=indices, tensors=parts.train_data.batch(indices))
     for step in range(1, 4):

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +145,7 @@ def farthest(one: Iterable[float], other: Iterable[float]) -> float:
 
 def save_soon(trainer: Trainer) -> None:
     """Begins a periodic save of a trainer, as its loop does. Collective."""
-    content = partial(trainer.checkpointer.content, trainer.position)
-    trainer.saves.save_soon(content, step=trainer.position.step)
+    trainer.saver.save_soon()
 
 
 def release(trainer: Trainer) -> None:

@@ -142,6 +142,7 @@ def build_case(rank: Any) -> tuple[Any, Any, Any]:
 
     from slurm_train.models.build import build_model
     from slurm_train.models.objective import Objective
+    from slurm_train.train.buckets import RecordedOrder
     from slurm_train.train.layout import apply_parallelism
     from slurm_train.train.optimizer import build_optimizer
     from slurm_train.train.step import build_stepper
@@ -152,7 +153,8 @@ def build_case(rank: Any) -> tuple[Any, Any, Any]:
     parts = make_parts(rank, model, build_optimizer(model, optim=config.optim))
     del model
     parts = apply_parallelism(rank, parts)
-    stepper = build_stepper(parts, Objective(parts.model), before_change=lambda: None)
+    order = RecordedOrder()
+    stepper = build_stepper(parts, Objective(parts.model), before_change=lambda: None, scale=None, order=order)
     tokens = torch.randint(0, config.model["vocab_size"], (plan.local_size, config.model["context"]))
     return parts, stepper, itertools.repeat(SimpleNamespace(tensors=(tokens, tokens.clone())))
 

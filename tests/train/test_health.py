@@ -14,7 +14,13 @@ from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.health import Health, digest_of_parameters, find_divergent, position_after_rollbacks
+from slurm_train.train.health import (
+    Health,
+    RecentLosses,
+    digest_of_parameters,
+    find_divergent,
+    position_after_rollbacks,
+)
 from slurm_train.train.position import Position
 from slurm_train.train.step import StepFacts, StepResult
 from tests.support.ranks import make_rank
@@ -230,7 +236,8 @@ def test_the_minority_is_named(digests: list[int], divergent: list[int]) -> None
 def empty_after(items: int, pattern: str) -> Position:
     """Judges steps, "." with an item that counts and "x" without; returns the position after the last one."""
     none: Any = None
-    health = Health(make_rank(rank=1, ranks=2), batches=none, checkpointer=none, num_rollbacks=0)
+    rank = make_rank(rank=1, ranks=2)
+    health = Health(rank, batches=none, saver=none, losses=RecentLosses(rank.config.health), num_rollbacks=0)
     position = Position()
     position.items = items
     for step, kind in enumerate(pattern, start=1):

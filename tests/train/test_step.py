@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from slurm_train.data.batches import MicroBatch, Prefetch
 from slurm_train.errors import ConfigError, SlurmTrainError
 from slurm_train.models.objective import Objective
 from slurm_train.session.signals import StopFlag
+from slurm_train.train.buckets import RecordedOrder
 from slurm_train.train.context import native_precision
 from slurm_train.train.ddp import TrainingModule, build_ddp
 from slurm_train.train.device_copies import DeviceCopies, Pinning
@@ -67,6 +68,7 @@ def make_stepper(
     autocast: torch.dtype | None = None,
     scale: LossScale | None = None,
     optim: OptimSection | None = None,
+    order: Sequence[int] = (),
     **ddp: Any,
 ) -> Stepper:
     optim = replace(optim or OptimSection(weight_decay=0.0), grad_clip_norm=clip_norm)
@@ -77,7 +79,7 @@ def make_stepper(
     module = TrainingModule(Objective(model), stop=stop or StopFlag(), device=CPU, autocast=autocast, factor=factor)
     wrapped = build_ddp(module, ddp=config.ddp, device=CPU) if wraps else None
     inputs = ModelInputs(CPU, autocast=autocast)
-    passes: Passes = ReplicaPasses(rank, inputs, module, wrapped)
+    passes: Passes = ReplicaPasses(rank, inputs, module, wrapped, order=RecordedOrder(order))
     optimizer = build_optimizer(model, optim=config.optim)
     if shards:
         parameters = parameters_of(optimizer)
@@ -250,7 +252,7 @@ def test_unused_parameters_are_refused_by_name_unless_they_are_looked_for() -> N
 
 def ready_order(stepper: Stepper) -> list[int]:
     step_of(stepper, make_batch())
-    return stepper.passes.bucket_order
+    return stepper.passes._order.numbers
 
 
 def test_a_resumed_run_has_the_buckets_of_the_first_step_without_a_pass_that_has_gradients() -> None:
@@ -258,11 +260,11 @@ def test_a_resumed_run_has_the_buckets_of_the_first_step_without_a_pass_that_has
     order = ready_order(make_stepper(make_model(), world_size=3))
     assert sorted(order) == [0, 1, 2, 3, 4]  # two layers, and the agreed numbers
     model.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
-    stepper = make_stepper(model, world_size=3)
+    # Another order than a backward pass gives, to see that it is what DDP takes.
+    stepper = make_stepper(model, world_size=3, order=order[::-1])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     stream = torch.get_rng_state()
-    # Another order than a backward pass gives, to see that it is what DDP takes.
-    stepper.passes.check_first_batch(make_batch().tensors, bucket_order=order[::-1])
+    stepper.passes.check_first_batch(make_batch().tensors)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in stepper.passes.ddp.parameters())
     assert torch.equal(torch.get_rng_state(), stream) and not any(seen)
@@ -270,24 +272,24 @@ def test_a_resumed_run_has_the_buckets_of_the_first_step_without_a_pass_that_has
     stepper.passes.run(iter([make_batch()]))
     # All are in one bucket, whose views the gradients are.
     assert sorted(range(5), key=lambda number: parameters[number].grad.data_ptr()) == order[::-1]
-    assert stepper.passes.bucket_order == order[::-1] and sum(seen) == 1
+    assert stepper.passes._order.numbers == order[::-1] and sum(seen) == 1
 
 
 def test_what_is_said_before_the_first_step_names_a_loss_that_is_not_the_trained_one() -> None:
     model = make_model()
-    assert make_stepper(model).passes.check_first_batch(make_batch().tensors, bucket_order=[]) is None
+    assert make_stepper(model).passes.check_first_batch(make_batch().tensors) is None
     model.append(nn.Module())
     model[-1].criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     model[-1].forward = nn.Identity().forward
-    note = make_stepper(model).passes.check_first_batch(make_batch().tensors, bucket_order=[])
+    note = make_stepper(model).passes.check_first_batch(make_batch().tensors)
     assert note is not None and "3.criterion of Sequential" in note
 
 
 @pytest.mark.parametrize("numbers", [[], [0, 1, 2], [0, 1, 2, 3, 3], [0, 1, 2, 3, 9]])
 def test_an_order_of_other_parameters_is_not_repeated(numbers: list[int]) -> None:
-    stepper = make_stepper(make_model(), world_size=3)
-    stepper.passes.check_first_batch(make_batch().tensors, bucket_order=numbers)
-    assert stepper.passes.bucket_order == [] and len(ready_order(stepper)) == 5
+    stepper = make_stepper(make_model(), world_size=3, order=numbers)
+    stepper.passes.check_first_batch(make_batch().tensors)
+    assert stepper.passes._order.numbers == [] and len(ready_order(stepper)) == 5
 
 
 def unfreeze(stepper: Stepper, model: nn.Module) -> None:
@@ -420,8 +422,7 @@ def test_no_step_on_a_gpu_waits_for_a_value(
     # A GPU's kernel is used for these, too.
     monkeypatch.setattr("slurm_train.train.optimizer._HALF_TYPES", set())
     plain, masked = (
-        make_stepper(make(), scale=LossScale(CPU, None) if scales else None, shards=shards, **settings)
-        for _ in range(2)
+        make_stepper(make(), scale=LossScale(CPU) if scales else None, shards=shards, **settings) for _ in range(2)
     )
     as_on_a_gpu(masked, monkeypatch)
     expected: list[StepResult | None] = []
@@ -529,13 +530,13 @@ def test_offloaded_gradients_are_measured_and_used_on_the_host(monkeypatch: pyte
 def test_one_rank_exchanges_with_nobody() -> None:
     model = make_model()
     parts = make_parts(make_rank(), model, build_optimizer(model, optim=OPTIM))
-    stepper = build_stepper(parts, Objective(model), before_change=lambda: None)
+    stepper = build_stepper(parts, Objective(model), before_change=lambda: None, scale=None, order=RecordedOrder())
     assert stepper.passes.ddp is None
     assert count_collectives(lambda: step_of(stepper, make_batch())) == 0
 
 
 def test_the_loss_scale_follows_the_gradients() -> None:
-    scale, fine, too_large = LossScale(CPU, None), torch.tensor(1.0), torch.tensor(float("inf"))
+    scale, fine, too_large = LossScale(CPU), torch.tensor(1.0), torch.tensor(float("inf"))
 
     def take(norm: Tensor, loss: Tensor = fine, steps: int = 1) -> tuple[bool, float]:
         found = [bool(scale.update(loss, norm)) for _ in range(steps)]
@@ -545,7 +546,7 @@ def test_the_loss_scale_follows_the_gradients() -> None:
     assert take(too_large) == (True, 512.0)
     assert take(too_large, loss=too_large) == (False, 512.0), "a loss that is not finite says nothing about the scale"
     assert take(fine, steps=1998) == (False, 512.0)
-    scale.restore(scale.state())
+    scale.load_state_dict(scale.state_dict())
     assert take(fine) == (False, 1024.0)
     assert take(too_large, steps=34) == (True, 2.0**-24)
     assert take(too_large) == (False, 2.0**-24), "smaller would not help"
@@ -555,7 +556,8 @@ def test_the_loss_scale_follows_the_gradients() -> None:
 def test_gradients_that_overflow_are_not_applied_and_the_next_ones_are_smaller(
     is_masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale = LossScale(CPU, [2.0**17, 0.0, 1.0])
+    scale = LossScale(CPU)
+    scale.load_state_dict({"values": [2.0**17, 0.0, 1.0]})
     model, plain, batch = make_model(), make_model(), make_batch()
     stepper = make_stepper(model, autocast=torch.float16, scale=scale, wraps=False)
     if is_masked:

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.checkpoint.state import (
     add_later_state,
+    extra_states,
     make_buffers,
     model_state,
-    module_states,
     require_known_state,
     require_loadable_states,
     restore_model_state,
@@ -344,7 +344,7 @@ def test_the_weights_of_a_checkpoint_are_read_whatever_a_state_dict_gives(tmp_pa
     tensors = model_state(model)
     take_extra_states(tensors)
     header = make_header(1, extra={MADE_BUFFERS: ["centre"]})
-    rank_state = {"modules": module_states(model)}
+    rank_state = {"extra": extra_states(model)}
     saved = save_checkpoint(
         tmp_path, tensors={"model": tensors}, rank_state=rank_state, header=header, group=None, keep=1
     )
