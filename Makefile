@@ -28,7 +28,7 @@ $(VENV)/.test: $(VENV)/.train
 
 $(VENV)/.full: $(VENV)/.test
 	@echo "== adding the libraries that tests of \`make test-full\` use"
-	$(PIP) install $(CONSTRAINTS) --editable '.[test,dev,bench,track,docs,hf,lora,fp8]'
+	$(PIP) install $(CONSTRAINTS) --editable '.[test,dev,bench,loops,track,docs,hf,lora,fp8]'
 	@touch $@
 
 # The platform's own Python is what many people have; a package manager's Python may pickle otherwise (3.11.2 does).

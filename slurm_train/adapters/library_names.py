@@ -110,6 +110,18 @@ TRANSFORMERS = Library(
     },
 )
 
+STABLE_BASELINES3 = Library(
+    name="stable_baselines3",
+    tried=">=2.9,<3",
+    names={"algorithm": ("_last_episode_starts", "_last_obs", "_total_timesteps")},
+)
+
+MMENGINE = Library(
+    name="mmengine",
+    tried=">=0.10.7,<1",
+    names={"loop": ("_epoch", "_iter"), "optim_wrapper": ("_accumulative_counts",)},
+)
+
 
 def _numbers(text: str) -> list[int]:
     """Returns the first version in a text as numbers, e.g. [2, 5, 3] of "2.5.3.post0" and of ">=2.5.3,<3"."""

@@ -122,6 +122,12 @@ class ReplayedLoader:
         self._epoch = None
         self._place = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the loader itself has, e.g. its `dataset`."""
+        if name.startswith("__") or "_loader" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
     def __len__(self) -> int:
         """Returns the batches of a whole pass, done or not."""
         return len(self._loader)  # type: ignore[arg-type]  # TypeError, as of the loader itself

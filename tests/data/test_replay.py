@@ -138,6 +138,7 @@ def test_other_batches_are_refused_and_other_workers_named() -> None:
 def test_an_epoch_that_is_over_is_refused_and_one_that_is_set_counts() -> None:
     loader = replay(LOADERS["shuffled"](), {"epoch": 2, "batches": 1, "length": 5, "num_ranks": 2})
     assert (loader.epoch, loader.start, len(loader)) == (2, 1, 5)
+    assert len(loader.dataset) == 10  # what the loader itself has
     with pytest.raises(ConfigError, match="over"):
         loader.set_epoch(1)
     assert len(list(loader)) == 4
