@@ -13,10 +13,12 @@ from functools import partial
 
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.events import append_event
+from slurm_train.rundir.files import read_tail
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.own_resume import BEGAN_ANEW, read_own_resume, was_taken
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.status.logs import new_begin
+from slurm_train.status.logs import LOG_BYTES, new_begin
+from slurm_train.status.printed import newest_printed
 from slurm_train.supervise.best_effort import say
 from slurm_train.supervise.look import Look, Ranks
 from slurm_train.supervise.watch import Judge, Verdict
@@ -63,7 +65,8 @@ class OwnResumeCheck(Judge):
         given = f"the script got {' '.join(resume.words)!r} to go on from {resume.checkpoint}, and opened no checkpoint"
         begin = new_begin(run, attempt, attempt - 1)
         if not begin:
-            if has_ended:
+            # A log with progress goes on then; it is the only witness of a program that is no Python.
+            if has_ended and newest_printed(read_tail(run.rank_log(attempt, 0), LOG_BYTES)) is None:
                 say(f"{given}, as far as Python was asked to: see in its output whether it went on")
             return
         sentence = f"{given}: by its log it began anew: {begin}"
