@@ -306,6 +306,34 @@ The same command again starts what is missing, waits for what runs, and prints t
 """,
         is_tool=True,
     ),
+    "rehearse": Verb(
+        "cli.rehearse",
+        "does this program come back from a preemption? stops, kills and restarts it, in minutes",
+        [
+            Argument("--steps N", "steps of each run (default: 16)", type=int, default=16),
+            Argument(
+                "--seconds S", "the most that they take, without the start (default: 60)", type=float, default=60.0
+            ),
+            Argument(
+                "--notice S", "from the signal to KILL (default: 30, as Slurm's KillWait)", type=float, default=30.0
+            ),
+            Argument("--pattern REGEX", "of a line of its log, with the groups `step`, `loss` and `epoch`"),
+            Argument(
+                "--only NAMES",
+                "some of again,preempted,time_limit,killed,start,save,epoch,ranks",
+                takes="again,preempted,time_limit,killed,start,save,epoch,ranks",
+            ),
+            Argument("--json", "as one JSON object"),
+        ],
+        settings="any",
+        examples="""\
+  python -m slurm_train rehearse "script=[train.py,--epochs,3]"         here; exit code 0 if it survives
+  python -m slurm_train rehearse run.processes=2 "script=[train.py]"    two ranks
+  python -m slurm_train rehearse model=gpt data=stdlib                  the built-in trainer
+  python -m slurm_train rehearse "script=[train.py]" --only preempted,killed
+""",
+        is_tool=True,
+    ),
     "evaluate": Verb(
         "cli.evaluate",
         "measure saved weights on the held-out samples; with +cluster=NxG on Slurm",

@@ -30,7 +30,7 @@ from tests.support.source_tree import (
 )
 
 LAYERS = [
-    {"formatting", "mounts"},
+    {"formatting", "mounts", "processes"},
     {"errors", "assets", "__init__"},
     {"trust", "explained"},
     {"config"},
@@ -53,7 +53,15 @@ LAYERS = [
 TORCH_FREE_ROOMS = (
     *("config", "slurm", "rundir", "status", "code", "plan", "request", "start", "supervise", "worker", "cli"),
     *("tools", "session"),
-    *("tools.devcluster", "tools.doctor", "tools.report", "tools.scaling", "tools.site", "tools.completion"),
+    *(
+        "tools.devcluster",
+        "tools.doctor",
+        "tools.report",
+        "tools.rehearsal",
+        "tools.scaling",
+        "tools.site",
+        "tools.completion",
+    ),
 )
 TORCH_FREE_MODULES = (
     "errors",
@@ -61,6 +69,7 @@ TORCH_FREE_MODULES = (
     "explained",
     "formatting",
     "mounts",
+    "processes",
     "verbs",
     "__main__",
     "data.check",

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from slurm_train.errors import ClusterError, RunError
+from slurm_train.processes import start_ticks
 from slurm_train.rundir.files import (
     NO_SUCH_CALL,
     change_times,
@@ -336,7 +337,7 @@ def this_process(*, job_id: str | None = None, cluster: str = "") -> Holder:
         job_id=job_id,
         host=socket.gethostname(),
         pid=pid,
-        started=_start_ticks(pid),
+        started=start_ticks(pid),
         cluster=cluster,
         machine=_machine(),
     )
@@ -350,7 +351,7 @@ def is_here(holder: Holder) -> bool:
 
 def process_lives(holder: Holder) -> bool:
     """Returns whether a holder on this host still runs; on another host it counts as alive."""
-    return not is_here(holder) or _start_ticks(holder.pid) == holder.started != ""
+    return not is_here(holder) or start_ticks(holder.pid) == holder.started != ""
 
 
 @functools.cache
@@ -468,14 +469,6 @@ def _removing(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _start_ticks(pid: int) -> str:
-    try:
-        # Field 22 of proc(5) stat; the command name before it may hold spaces, so count after the last ")".
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
 
 
 # A supervisor that was killed closes nothing; then this is long enough for rank 0's last lines.

@@ -129,10 +129,13 @@ _FORMS = (
 )
 _EPOCH = _FORMS[-1]
 _LEAST_SHARE = 0.5
-_NO_LETTERS = re.compile(r"[^A-Za-z]+")
+_NO_LETTERS = re.compile(r"(?:[^A-Za-z]|(?<=\d)e(?=[+-]?\d)|(?<![A-Za-z])(?:nan|inf)(?![A-Za-z]))+")
+"""What is left of a line without it tells its kind: numbers, also 1e-05, and signs."""
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
+    """A line of a log that says where the program is."""
+
     printed: Printed
     kind: tuple[str, str, object]
     """Lines of one kind are compared with each other: their form, their letters, their totals."""
@@ -149,7 +152,7 @@ def newest_printed(log: str) -> Printed | None:
     waiting: dict[tuple[str, str, object], Printed] = {}
     of_dict: Printed | None = None
     for line in reversed(plain(log).splitlines()):
-        found = _read(line[:_LONGEST_LINE])
+        found = read_line(line)
         if found is None:
             continue
         if found.kind[0] == _DICT:
@@ -224,14 +227,20 @@ def _by_kind(log: str) -> dict[object, list[Printed]]:
     return kinds
 
 
-def _found_in(log: str) -> Iterator[_Found]:
+def _found_in(log: str) -> Iterator[Found]:
     for line in plain(log).splitlines():
-        found = _read(line[:_LONGEST_LINE])
+        found = read_line(line)
         if found is not None:
             yield found
 
 
-def _read(line: str) -> _Found | None:
+def read_line(line: str) -> Found | None:
+    """Returns what one line of a log says of where the program is, None where it says nothing.
+
+    Args:
+        line: without what is only for terminals, see `formatting.plain`.
+    """
+    line = line[:_LONGEST_LINE]
     if not re.search(r"\d", line):
         return None
     for form in _FORMS:
@@ -244,7 +253,7 @@ def _read(line: str) -> _Found | None:
             return None
         printed = _printed(match, line, is_bar=form.name == _BAR)
         totals = (printed.max_steps, printed.max_epochs, printed.within and printed.within[1])
-        return _Found(printed, (form.name, _NO_LETTERS.sub(" ", line).strip(), totals), form.is_certain)
+        return Found(printed, (form.name, _NO_LETTERS.sub(" ", line).strip(), totals), form.is_certain)
     return None
 
 

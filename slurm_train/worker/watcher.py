@@ -18,7 +18,6 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ if __name__ == "__main__":
         os._exit(0)
     os.setsid()
 
+from slurm_train.processes import descendants, environment_of
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.paths import RunDirectory
@@ -123,15 +123,6 @@ def _main_thread_s(pid: int) -> tuple[float, float]:
         computed_ns, delay_ns = map(int, Path(f"/proc/{pid}/schedstat").read_text().split()[:2])
         return computed_ns / 1e9, delay_ns / 1e9
     return 0.0, 0.0
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Yields the children of a process and all their descendants."""
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            for child in (thread / "children").read_text().split():
-                yield int(child)
-                yield from descendants(int(child))
 
 
 def io_bytes(pid: int) -> int:
@@ -254,11 +245,11 @@ def inner_ranks(pid: int) -> InnerRanks | None:
     Args:
         pid: the rank.
     """
-    own = _environment(pid)
+    own = environment_of(pid)
     below = sorted(set(descendants(pid)))
     found: dict[int, tuple[int, int]] = {}
     for child in below:
-        env = _environment(child)
+        env = environment_of(child)
         is_rank = env.get("RANK", "").isdigit() and env.get("WORLD_SIZE", "").isdigit() and "MASTER_PORT" in env
         if is_rank and any(env.get(name) != own.get(name, env.get(name)) for name in _OF_A_RANK):
             found[child] = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -291,15 +282,6 @@ def program_name(pid: int) -> str:
             # It has the run directory before the script, or "-m" and the module.
             words = [word for word in words[2:] if word != "-m"] or words
     return Path(words[0]).name[:_LONGEST_NAME]
-
-
-def _environment(pid: int) -> dict[str, str]:
-    """Returns the variables that a process was started with, {} where it has ended or belongs to somebody else."""
-    try:
-        words = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-    except OSError:
-        return {}
-    return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 # --- the GPU ---

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_train.processes import descendants
 from slurm_train.rundir.events import FailureMark, leave_mark, read_events
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.signs import Signs, read_remarks, read_signs
@@ -27,7 +28,6 @@ from slurm_train.worker.watcher import (
     InnerRanks,
     Watcher,
     catches,
-    descendants,
     inner_ranks,
     io_bytes,
     read_process,

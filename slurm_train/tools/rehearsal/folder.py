@@ -1,0 +1,150 @@
+"""The folder that a rehearsed run works in: a copy of the person's, and which files the run has written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from slurm_train.errors import RunError
+from slurm_train.formatting import byte_size
+
+_LARGE_BYTES = 16 << 20
+_MOST_BYTES = 4 << 30
+_MOST_FILES = 20_000
+_MOST_IN_FOLDER = 2_000
+"""A folder with more files holds data: it is linked as it is."""
+_WEIGHTS = (
+    *(".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pkl", ".npz", ".npy", ".distcp", ".tar", ".h5", ".zip"),
+    *(".msgpack", ".model", ".orbax", ".state"),
+)
+_NAMED_CHECKPOINT = re.compile(r"ckpt|checkpoint|(?:^|/)(?:last|latest|best|state|model|optim)[^/]*$", re.IGNORECASE)
+_NO_CHECKPOINT = (".log", ".txt", ".csv", ".jsonl", ".py", ".pyc", ".yaml", ".yml", ".html", ".png", ".lock", ".sh")
+_TIME = re.compile(
+    r"(?<!\d)(?:19|20)\d{2}[-_.]?\d{2}[-_.]?\d{2}(?:[-_.T ]*\d{2}[-_.:h]?\d{2}(?:[-_.:m]?\d{2})?)?(?!\d)"
+    r"|(?<!\d)\d{2}[-_.:]\d{2}[-_.:]\d{2}(?!\d)|(?<!\d)1[5-9]\d{8}(?!\d)"
+)
+"""Dates and times in names: 20261129-003521, 2026-11-29/00-35-21, seconds since 1970."""
+
+
+def copy_folder(source: Path, target: Path, *, without: Collection[Path]) -> None:
+    """Copies a folder so that what a run writes there leaves the original alone.
+
+    Large files and folders with thousands of files are data, which are linked; what looks like a checkpoint is copied
+    whatever its size, since a program may write it again in its place. Git's folder and virtual environments are left
+    out or linked.
+
+    Args:
+        source: the person's folder.
+        target: a folder that is made.
+        without: folders in it that are left out, such as the root of the runs.
+
+    Raises:
+        RunError: it holds more checkpoints than can be copied.
+    """
+    _Copy(source, {path.resolve() for path in without}).copy(source, target)
+
+
+class _Copy:
+    def __init__(self, source: Path, without: Collection[Path]) -> None:
+        self._source = source
+        self._without = without
+        self._num_bytes = 0
+        self._num_files = 0
+
+    def copy(self, source: Path, target: Path) -> None:
+        target.mkdir()
+        for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
+            path = Path(entry.path)
+            place = target / entry.name
+            if entry.name in (".git", "__pycache__") or path.resolve() in self._without:
+                continue
+            if entry.is_symlink():
+                place.symlink_to(path.resolve())
+            elif entry.is_dir():
+                if self._is_data(path):
+                    place.symlink_to(path.resolve())
+                else:
+                    self.copy(path, place)
+            elif entry.is_file():
+                self._copy_file(path, place, entry.stat().st_size)
+
+    def _is_data(self, folder: Path) -> bool:
+        names = {path.name for path in folder.iterdir()}
+        is_environment = "pyvenv.cfg" in names or "conda-meta" in names
+        return is_environment or len(names) > _MOST_IN_FOLDER or self._num_files > _MOST_FILES
+
+    def _copy_file(self, path: Path, place: Path, size: int) -> None:
+        self._num_files += 1
+        if size > _LARGE_BYTES and not is_checkpoint(str(path.relative_to(self._source))):
+            place.symlink_to(path.resolve())
+            return
+        self._num_bytes += size
+        if self._num_bytes > _MOST_BYTES:
+            raise RunError(
+                f"{self._source} holds more than {byte_size(_MOST_BYTES)} of checkpoints and other files, which a "
+                "rehearsal copies",
+                hint="rehearse in a folder with the program alone, with absolute paths to its data",
+            )
+        shutil.copy2(path, place)
+
+
+def is_checkpoint(name: str) -> bool:
+    """Returns whether a file is a checkpoint by its name, e.g. "out/last.pt"."""
+    suffix = Path(name).suffix.lower()
+    return suffix in _WEIGHTS or (suffix not in _NO_CHECKPOINT and _NAMED_CHECKPOINT.search(name) is not None)
+
+
+Files = Mapping[str, tuple[int, int]]
+"""Relative path -> size and time of its last change, in ns."""
+
+
+def files_in(*folders: Path, without: Iterable[str] = ()) -> dict[str, tuple[int, int]]:
+    """Returns the files below some folders; links are not followed.
+
+    Args:
+        folders: the first gives names as they are, others are named after the folder.
+        without: names of files and folders directly below a folder that are left out.
+    """
+    left_out = set(without)
+    files: dict[str, tuple[int, int]] = {}
+    for folder in folders:
+        waiting = [folder]
+        while waiting:
+            here = waiting.pop()
+            with contextlib.suppress(OSError):
+                for entry in os.scandir(here):
+                    if here == folder and entry.name in left_out:
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        if entry.name != "__pycache__":
+                            waiting.append(Path(entry.path))
+                    elif entry.is_file(follow_symlinks=False):
+                        with contextlib.suppress(OSError):
+                            status = entry.stat(follow_symlinks=False)
+                            name = str(Path(entry.path).relative_to(folder))
+                            files[name] = (status.st_size, status.st_mtime_ns)
+    return files
+
+
+def changed(before: Files, after: Files) -> set[str]:
+    """Returns the files that are new or have changed."""
+    return {name for name, status in after.items() if before.get(name) != status}
+
+
+def without_times(name: str) -> str:
+    """Returns a path with its dates and times replaced, e.g. "out/<time>/last.pt"."""
+    return _TIME.sub("<time>", name)
+
+
+def renamed_by_time(first: Iterable[str], second: Iterable[str]) -> tuple[str, str] | None:
+    """Returns two names that differ in a date or time alone: what two starts have written into; None for none."""
+    by_form = {without_times(name): name for name in sorted(first) if without_times(name) != name}
+    for name in sorted(second):
+        earlier = by_form.get(without_times(name))
+        if earlier is not None and earlier != name:
+            return earlier, name
+    return None

@@ -1,0 +1,438 @@
+"""What a disturbance did to a run, by its course and that of the undisturbed run: one row, one sentence. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from slurm_train.formatting import count, duration, number, shorten, table
+from slurm_train.rundir.ledger import Action
+from slurm_train.tools.rehearsal.case import Course, Notice, StartOfRun
+from slurm_train.tools.rehearsal.folder import is_checkpoint, renamed_by_time, without_times
+from slurm_train.tools.rehearsal.marks import Mark
+
+MARKS_AFTER = 4
+"""So many are wanted behind the place of the disturbance."""
+_MOST_AFTER_SIGNAL = 8
+"""A program that takes so many steps after a signal does not act upon it."""
+_IGNORES = "it does not act upon the signal: where it is killed at the end of the notice, nothing is saved"
+_NOISE_FACTOR = 3.0
+"""Losses that differ by more than so many times what two undisturbed runs differ by are other losses."""
+_OTHER_RANKS = 1e-3
+"""Relative difference of losses on another number of ranks, which add up in another order."""
+_LONGEST_QUOTE = 160
+_CUT_FILE = re.compile(r"EOF|truncat|corrupt|zip archive|unpickl|PytorchStreamReader|invalid load key", re.IGNORECASE)
+_CHECKPOINT = re.compile(r"checkpoint_\d{7,}\w*")
+_EXISTS = re.compile(
+    r"(?<!no )already exists|\bexists\b.*(?:specify|choose|use|remove|delete|overwrite)", re.IGNORECASE
+)
+
+LINES = "docs/own-training-program.md"
+FOLDERS = "docs/session.md#folders-and-logs-of-the-program"
+ORDER = "docs/session.md#the-order-of-samples"
+RANDOM = "docs/session.md#random-numbers"
+EXIT_0 = "docs/endings.md#exit-code-0-of-a-program"
+SCRIPTS = "docs/scripts.md"
+TROUBLE = "docs/troubleshooting.md"
+_PAGE = "docs/rehearse.md"
+_LEFT_OUT = "left out, "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undisturbed:
+    """What disturbed runs are compared with."""
+
+    kind: object
+    """Of the marks; None where nothing says how far the run is."""
+    marks: tuple[Mark, ...]
+    noise: float = 0.0
+    """The largest difference of a loss between two undisturbed runs."""
+    is_finished: bool = False
+    """Whether it came to its own end."""
+    has_joined: bool = False
+    """Whether it reports to the session, as the trainer does."""
+    is_shell: bool = False
+    """Whether a shell is what the ranks run."""
+    files: Mapping[str, tuple[int, int]]
+    """At its end."""
+    saved_at: int | None = None
+    """Marks at its first save, None where none was seen."""
+    notice: Notice
+
+    @property
+    def middle(self) -> Mark:
+        """Where a run is disturbed: in the middle, after a save if there is one, and with some marks behind it."""
+        wanted = max(len(self.marks) // 2, (self.saved_at or 0) + 1)
+        return self.marks[max(0, min(wanted, len(self.marks) - 1 - MARKS_AFTER))]
+
+    @property
+    def total(self) -> int | None:
+        """Steps of the whole training, where that is known."""
+        return next((mark.total for mark in reversed(self.marks) if mark.total), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What became of a run after a disturbance."""
+
+    key: str
+    label: str
+    is_good: bool | None
+    """None: it was left out, or says nothing."""
+    came_back: str
+    repeated: int | None = None
+    """Steps, as the marks count them, that were taken again."""
+    left_out: int | None = None
+    """Steps that were never taken."""
+    losses: str = ""
+    ended_after_s: float | None = None
+    """From the first signal to the end of the ranks."""
+    facts: tuple[str, ...] = ()
+    advice: str = ""
+    see: str = ""
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return asdict(self)
+
+
+def left_out(key: str, label: str, why: str) -> Row:
+    """Returns the row of a disturbance that does not apply."""
+    return Row(key=key, label=label, is_good=None, came_back=f"{_LEFT_OUT}{why}")
+
+
+def noise_of(course: Course, undisturbed: Undisturbed) -> tuple[float, str]:
+    """Returns how far two undisturbed runs differ at most, and that in words."""
+    marks = course.starts[0].of_kind(undisturbed.kind)
+    difference = _compare(marks, undisturbed.marks)
+    if difference is None:
+        return 0.0, "no losses were seen"
+    return difference.largest, difference.words
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    largest: float
+    relative: float
+    words: str
+
+
+def _compare(marks: Sequence[Mark], expected: Sequence[Mark]) -> _Difference | None:
+    """Returns how the losses of marks differ from those expected at the same places; None where there are none."""
+    losses = {mark.place: mark.loss for mark in expected if mark.loss is not None}
+    pairs = [(mark, mark.loss, losses[mark.place]) for mark in marks if mark.loss is not None and mark.place in losses]
+    if not pairs:
+        return None
+    others = [
+        (mark, _distance(loss, loss_there))
+        for mark, loss, loss_there in pairs
+        if loss != loss_there and not (math.isnan(loss) and math.isnan(loss_there))
+    ]
+    if not others:
+        return _Difference(0.0, 0.0, f"equal ({len(pairs)})")
+    largest = max(distance for _, distance in others)
+    scale = max(abs(loss) for loss in losses.values() if math.isfinite(loss)) or 1.0
+    return _Difference(largest, largest / scale, f"differ from {others[0][0].words} on, by up to {largest:.2g}")
+
+
+def _distance(first: float, second: float) -> float:
+    distance = abs(first - second)
+    return math.inf if math.isnan(distance) else distance
+
+
+def judge(course: Course, undisturbed: Undisturbed) -> Row:
+    """Returns the row of a disturbed run."""
+    disturbance = course.disturbance
+    first = course.starts[0]
+    row = Row(
+        key=disturbance.key, label=disturbance.label, is_good=None, came_back="", seconds=round(course.seconds, 1)
+    )
+    if first.signalled_s is None:
+        return replace(row, came_back=f"{_LEFT_OUT}it ended before the moment came")
+    second = course.starts[1] if len(course.starts) > 1 else None
+    ended_s = None if first.ended_s is None else round(first.ended_s - first.signalled_s, 2)
+    row = replace(row, ended_after_s=ended_s, facts=_facts(course, undisturbed))
+    if first.is_finished:
+        return _after_a_finish(row, first, undisturbed)
+    if second is None:
+        return replace(row, came_back=f"{_LEFT_OUT}the rehearsal was stopped")
+    if undisturbed.kind is None:
+        return _without_marks(row, second)
+    return _judge_return(row, course, first, second, undisturbed)
+
+
+def _after_a_finish(row: Row, first: StartOfRun, undisturbed: Undisturbed) -> Row:
+    """Returns the row of a run that has a result after the signal."""
+    marks = first.of_kind(undisturbed.kind)
+    last = marks[-1] if marks else None
+    is_at_end = last is not None and (
+        (undisturbed.is_finished and last.place >= undisturbed.marks[-1].place)
+        or (undisturbed.total is not None and last.place[1] >= undisturbed.total)
+    )
+    if is_at_end or undisturbed.kind is None:
+        return replace(row, is_good=None, came_back="went on to its end before it was killed")
+    num_after = len(_after_signal(first, marks))
+    if num_after >= _MOST_AFTER_SIGNAL:
+        came_back = f"took {count(num_after, 'step')} after the signal, to its end"
+        return replace(row, is_good=False, came_back=came_back, advice=_IGNORES, see=LINES)
+    return _ended_early(row, last, undisturbed)
+
+
+def _ended_early(row: Row, last: Mark | None, undisturbed: Undisturbed) -> Row:
+    return replace(
+        row,
+        is_good=False,
+        came_back=f"ended with 0 at {_of_total(last, undisturbed)}",
+        advice="an exit code of 0 says that the training is done: end with 75 after a stop, or let `run.leave()` do it",
+        see=EXIT_0,
+    )
+
+
+def _of_total(mark: Mark | None, undisturbed: Undisturbed) -> str:
+    words = "no step" if mark is None else mark.words
+    total = undisturbed.total
+    if mark is None or total is None or "/" in words:
+        return words
+    return f"{words} of {total}"
+
+
+def _without_marks(row: Row, second: StartOfRun) -> Row:
+    if second.ended_s is not None and second.exit_code != 0:
+        return _never_started(row, second)
+    return replace(
+        row,
+        came_back="started again; its log does not say at which step",
+        is_good=False,
+        advice="nothing in its log says how far it is: name the form of its lines by --pattern 'step (?P<step>\\d+)'",
+        see=_PAGE,
+    )
+
+
+def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRun, undisturbed: Undisturbed) -> Row:
+    """Returns the row of a run that was started again."""
+    kind = undisturbed.kind
+    marks_before = first.of_kind(kind)
+    marks_after = second.of_kind(kind)
+    last = marks_before[-1] if marks_before else None
+    begin = undisturbed.marks[0]
+    if not marks_after:
+        has_done_all = undisturbed.is_finished and last is not None and last.place >= undisturbed.marks[-1].place
+        if has_done_all and second.is_finished:
+            return replace(row, is_good=True, came_back="had nothing left to do", repeated=0, left_out=0)
+        if second.ended_s is None:
+            return replace(_never_started(row, second), came_back="never came to a step again")
+        if second.exit_code == 2 and course.disturbance.words_after:
+            # It says so itself, before anything is lost.
+            return replace(row, came_back=f"refused: {(second.traceback or second.last_words)[:_LONGEST_QUOTE]}")
+        return _ended_early(row, last, undisturbed) if second.exit_code == 0 else _never_started(row, second)
+    back = marks_after[0]
+    repeated = 0 if last is None else sum(mark.place <= last.place for mark in marks_after[: _upto(marks_after, last)])
+    skipped = [] if last is None else [mark for mark in undisturbed.marks if last.place < mark.place < back.place]
+    if last is None:
+        skipped = [mark for mark in undisturbed.marks if mark.place < back.place]
+    difference = _compare([*_after_signal(first, marks_before), *marks_after], undisturbed.marks)
+    row = replace(
+        row,
+        came_back=f"came back at {back.words}",
+        repeated=repeated,
+        left_out=len(skipped),
+        losses="none seen" if difference is None else difference.words,
+    )
+    if last is not None and back.place <= begin.place < last.place:
+        came_back = f"began anew at {back.words}"
+        repeated = max(repeated, _done(last, undisturbed))
+        row = replace(row, came_back=came_back, repeated=repeated)
+        return _began_anew(row, course, has_joined=undisturbed.has_joined)
+    if skipped:
+        return replace(
+            row,
+            is_good=False,
+            advice=f"{count(len(skipped), 'step')} between its last and its next were never taken: it counts on from "
+            "another number than it saved",
+            see=LINES,
+        )
+    if _is_early(second, marks_after, undisturbed):
+        return _ended_early(row, marks_after[-1], undisturbed)
+    if second.ended_s is not None and second.exit_code != 0:
+        return replace(_never_started(row, second), came_back=f"failed again at {marks_after[-1].words}")
+    if difference is not None and _are_others(
+        difference, undisturbed, has_other_ranks=bool(course.disturbance.words_after)
+    ):
+        return _with_other_losses(row, second, undisturbed)
+    return replace(row, is_good=True)
+
+
+def _upto(marks: Sequence[Mark], last: Mark) -> int:
+    """Returns how many marks come before the first beyond `last`."""
+    return next((index for index, mark in enumerate(marks) if mark.place > last.place), len(marks))
+
+
+def _done(last: Mark, undisturbed: Undisturbed) -> int:
+    return sum(mark.place <= last.place for mark in undisturbed.marks)
+
+
+def _after_signal(first: StartOfRun, marks: Sequence[Mark]) -> list[Mark]:
+    return [mark for mark in marks if first.signalled_s is not None and mark.seen_s > first.signalled_s]
+
+
+def _is_early(second: StartOfRun, marks: Sequence[Mark], undisturbed: Undisturbed) -> bool:
+    """Returns whether a second start has ended with 0 before the place that the undisturbed run came to."""
+    has_ended = second.ended_s is not None and second.exit_code == 0
+    return has_ended and marks[-1].place < undisturbed.marks[-1].place
+
+
+def _are_others(difference: _Difference, undisturbed: Undisturbed, *, has_other_ranks: bool) -> bool:
+    if has_other_ranks and difference.relative <= _OTHER_RANKS:
+        return False
+    return difference.largest > _NOISE_FACTOR * undisturbed.noise
+
+
+def _with_other_losses(row: Row, second: StartOfRun, undisturbed: Undisturbed) -> Row:
+    said = [line for line in second.remarks if re.search(r"\b(order|batch|random|state|sample|loader)", line)]
+    if said:
+        return replace(
+            row,
+            is_good=False,
+            advice=f"the log says: {_CHECKPOINT.sub('the checkpoint', said[0])[:_LONGEST_QUOTE]}",
+            see=ORDER,
+        )
+    if undisturbed.has_joined:
+        advice = (
+            "it goes on with other samples or random numbers: `run.batches`, `run.restore_random()` before the loop"
+        )
+        return replace(row, is_good=False, advice=advice, see=ORDER)
+    advice = "what it restores is not all: optimizer, schedule, order of samples, random numbers"
+    return replace(row, is_good=False, advice=advice, see=LINES)
+
+
+def _never_started(row: Row, second: StartOfRun) -> Row:
+    error = (second.traceback or second.last_words or f"exit code {second.exit_code}")[:_LONGEST_QUOTE]
+    row = replace(row, is_good=False, came_back="never started again")
+    if _EXISTS.search(error):
+        advice = "it refuses the folder of its first start: give it the word by which it resumes from there"
+        return replace(row, advice=f"{error!r}: {advice}", see=FOLDERS)
+    if second.beside_source:
+        names = shorten(sorted(second.beside_source), 2)
+        advice = f"it writes beside its source ({names}): give it a folder below $SLURM_TRAIN_RUN_DIR"
+        return replace(row, advice=f"{error!r}: {advice}", see=FOLDERS)
+    if _CUT_FILE.search(error):
+        advice = "it loads a file that was cut: write beside it and rename, or save by the session"
+        return replace(row, advice=f"{error!r}: {advice}", see=LINES)
+    return replace(row, advice=f"its second start ends with {error!r}", see=TROUBLE)
+
+
+def _began_anew(row: Row, course: Course, *, has_joined: bool) -> Row:
+    """Returns the row of a run that takes its first steps again, with what most probably keeps it from going on."""
+    first, second = course.starts[:2]
+    by_time = renamed_by_time(first.written, second.written)
+    saved = sorted(filter(is_checkpoint, first.files))
+    if by_time is not None:
+        advice = f"each start writes into another {without_times(by_time[0])}: name a folder below $SLURM_TRAIN_RUN_DIR"
+        return replace(row, is_good=False, advice=advice, see=FOLDERS)
+    if first.saved_steps:
+        advice = (
+            "checkpoints are there and were not loaded: call `training.resume()`, or `run.newest()`, before the loop"
+        )
+        return replace(row, is_good=False, advice=advice, see=LINES)
+    if saved:
+        wrote = f"it had written {shorten(saved, 2)} and did not load it"
+        advice = f"{wrote}: add the word by which it resumes, or the session's lines"
+        return replace(row, is_good=False, advice=advice, see=SCRIPTS)
+    if first.killed_by_notice:
+        return replace(row, is_good=False, advice=_IGNORES, see=LINES)
+    if row.key in ("killed", "save") and has_joined:
+        advice = "it saves only when it is asked to: save every N steps as well (`training.is_due(step)`)"
+        return replace(row, is_good=False, advice=advice, see=LINES)
+    return replace(row, is_good=False, advice="it had saved nothing by then: add the session's lines", see=LINES)
+
+
+def _facts(course: Course, undisturbed: Undisturbed) -> tuple[str, ...]:
+    """Returns what else was seen of a disturbed run."""
+    first = course.starts[0]
+    facts = []
+    is_asked = len(course.disturbance.signals) > 1
+    if first.killed_by_notice:
+        given_s = sum(signals.wait_s for signals in course.disturbance.signals)
+        facts.append(f"did not end within {duration(given_s)}, and was killed")
+    if undisturbed.is_shell and is_asked:
+        facts.append("the signal reaches the shell alone, not the program that it has started: begin that with `exec`")
+    end = first.end
+    if end is not None and end.exit_code == 0 and end.action is not Action.FINISH and is_asked:
+        marks = first.of_kind(undisturbed.kind)
+        where = _of_total(marks[-1] if marks else None, undisturbed)
+        facts.append(f"ended with 0 at {where}: this run is started again, plain Slurm would call the job COMPLETED")
+    if first.outlived_by:
+        facts.append(f"outlived by {shorten(first.outlived_by, 3)}")
+    cut = [
+        f"{name} ({size:,} of {undisturbed.files[name][0]:,} bytes)"
+        for name, (size, _) in sorted(first.files.items())
+        if is_checkpoint(name) and name in undisturbed.files and size < undisturbed.files[name][0] / 2
+    ]
+    if cut:
+        facts.append(f"cut: {shorten(cut, 2)}")
+    if course.disturbance.in_save and not first.was_in_save:
+        facts.append("no save was under way")
+    return tuple(facts)
+
+
+# --- the whole ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """All that a rehearsal has found out."""
+
+    name: str
+    place: str
+    undisturbed: str
+    """What the undisturbed run did, in a line."""
+    noise: str
+    rows: tuple[Row, ...]
+    facts: tuple[str, ...] = ()
+    """Of the undisturbed run: where it writes."""
+    seconds: float
+
+    @property
+    def survives(self) -> bool:
+        """Whether no row is bad, and it has come back from something."""
+        verdicts = [row.is_good for row in self.rows]
+        return False not in verdicts and True in verdicts
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return {"survives": self.survives, **asdict(self)}
+
+    def text(self) -> str:
+        """Returns the table, and below it one sentence for each row that is not good."""
+        header = ("", "AFTER IT WAS", "IT", "REPEATED", "LEFT OUT", "LOSSES", "ENDED AFTER")
+        tried = [row for row in self.rows if not row.came_back.startswith((_LEFT_OUT, "refused: "))]
+        lines = [table(header, [_cells(row) for row in tried])]
+        advice: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.is_good is False:
+                advice.setdefault(f"{row.advice} ({row.see})", []).append(row.label)
+        lines += [f"{', '.join(labels)}: {sentence}" for sentence, labels in advice.items()]
+        facts: dict[str, list[str]] = {}
+        for row in self.rows:
+            for fact in row.facts:
+                facts.setdefault(fact, []).append(row.label)
+        lines += [f"note, {', '.join(labels)}: {fact}" for fact, labels in facts.items()]
+        lines += [f"note: {fact}" for fact in self.facts]
+        lines += [f"{row.came_back}: {row.label}" for row in self.rows if row not in tried]
+        num_bad = sum(row.is_good is False for row in self.rows)
+        num_judged = sum(row.is_good is not None for row in self.rows)
+        verdict = "survives" if self.survives else f"does not survive {num_bad} of {num_judged}"
+        lines.append(f"{self.name} {verdict}; two undisturbed runs: {self.noise}; took {duration(self.seconds)}")
+        return "\n".join(lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    sign = {True: "ok", False: "BAD", None: "-"}[row.is_good]
+    repeated = "" if row.repeated is None else str(row.repeated)
+    skipped = "" if row.left_out is None else str(row.left_out)
+    ended = "" if row.ended_after_s is None else f"{number(row.ended_after_s)} s"
+    return sign, row.label, row.came_back, repeated, skipped, row.losses, ended

@@ -1,0 +1,75 @@
+"""The verb `rehearse`: a program that comes back and one that does not, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support import light_training
+from tests.support.command_line import Person
+
+PRINTS = """
+import time
+open("mine.txt", "a").write("again")
+for step in range(1, 100):
+    time.sleep(0.1)
+    print(f"step {step}/99 loss {1 / step:.4f}", flush=True)
+"""
+
+
+@pytest.fixture
+def person(tmp_path: Path) -> Person:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    return Person(folder)
+
+
+def test_a_program_that_saves_nothing_does_not_survive_and_leaves_the_folder_alone(person: Person) -> None:
+    (person.folder / "prints.py").write_text(PRINTS)
+    done = person.types("rehearse", "script=[prints.py]", "--steps", "6", "--only", "killed", "--json")
+    assert done.code == 1, done.err
+    facts = json.loads(done.out)
+    (row,) = facts["rows"]
+    assert (row["key"], row["is_good"], row["came_back"]) == ("killed", False, "began anew at step 1")
+    assert row["see"] == "docs/own-training-program.md"
+    assert sorted(path.name for path in person.folder.iterdir()) == ["prints.py", "runs"]
+
+
+@pytest.mark.slow
+def test_a_program_of_the_session_survives_a_kill_and_a_preemption(person: Person) -> None:
+    light_training.add_program(person)
+    words = light_training.words(steps=400, step_s=0.1, save_every=3)
+    done = person.types("rehearse", *words, "--only", "preempted,killed", "--json", timeout_s=200)
+    facts = json.loads(done.out)
+    assert done.code == 0, (done.out, done.err)
+    preempted, killed = facts["rows"]
+    assert (preempted["is_good"], preempted["repeated"], preempted["left_out"]) == (True, 0, 0)
+    assert preempted["losses"].startswith("equal") and killed["losses"].startswith("equal")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--steps", "3"), "--steps=3"),
+        (("--only", "fire"), "--only=fire"),
+        (("--pattern", "step"), "has no group `step`"),
+        (("--pattern", "("), "no regular expression"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_is_written(
+    person: Person, words: tuple[str, ...], message: str
+) -> None:
+    (person.folder / "prints.py").write_text(PRINTS)
+    done = person.types("rehearse", "script=[prints.py]", *words)
+    assert (done.code, message in done.err) == (2, True), done.err
+    assert not (person.folder / "runs").exists()
+
+
+def test_a_program_that_fails_undisturbed_is_named_with_its_error(person: Person) -> None:
+    (person.folder / "fails.py").write_text("import os\nos.environ['MY_DATA']\n")
+    done = person.types("rehearse", "script=[fails.py]", env={"MY_DATA": "here"})
+    assert done.code != 0 and "MY_DATA" in done.err and "cluster.export" in done.err
+    shutil.rmtree(person.folder / "runs")

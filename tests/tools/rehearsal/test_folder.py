@@ -1,0 +1,67 @@
+"""A rehearsed run works in a copy: what it writes leaves the person's files alone; and which names have a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm_train.tools.rehearsal import folder
+from slurm_train.tools.rehearsal.folder import changed, copy_folder, files_in, is_checkpoint, renamed_by_time
+
+
+def test_checkpoints_and_code_are_copied_and_data_are_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "_LARGE_BYTES", 10)
+    monkeypatch.setattr(folder, "_MOST_IN_FOLDER", 3)
+    source = tmp_path / "source"
+    for name in ("train.py", "out/last.pt", "data.parquet", "runs/a/config.yaml", ".git/HEAD", "env/pyvenv.cfg"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("short" if name == "train.py" else f"content of {name}, which is long")
+    for number in range(5):
+        (source / "images").mkdir(exist_ok=True)
+        (source / f"images/{number}.png").touch()
+    target = tmp_path / "target"
+    copy_folder(source, target, without=[source / "runs"])
+    (target / "out/last.pt").write_text("other")
+    assert (source / "out/last.pt").read_text().startswith("content")
+    assert sorted(path.name for path in target.iterdir()) == ["data.parquet", "env", "images", "out", "train.py"]
+    assert {path.name for path in target.iterdir() if path.is_symlink()} == {"data.parquet", "env", "images"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("out/last.pt", True),
+        ("ckpt/step_10/optim", True),
+        ("state", True),
+        ("checkpoints.txt", False),
+        ("model.py", False),
+        ("train.log", False),
+    ],
+)
+def test_checkpoints_are_known_by_their_names(name: str, expected: bool) -> None:
+    assert is_checkpoint(name) is expected
+
+
+def test_what_a_run_has_written_is_known(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("a")
+    (tmp_path / "changed").write_text("a")
+    before = files_in(tmp_path)
+    (tmp_path / "changed").write_text("ab")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/file").touch()
+    assert changed(before, files_in(tmp_path, without=["nothing"])) == {"changed", "new/file"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_found"),
+    [
+        ("out/20261129-003521/last.pt", "out/20261129-003611/last.pt", True),
+        ("outputs/2026-11-29/00-35-21/a.log", "outputs/2026-11-29/00-36-11/a.log", True),
+        ("exp_1795912781/x", "exp_1795912799/x", True),
+        ("step_00000100.pt", "step_00000200.pt", False),
+        ("out/20261129-003521/last.pt", "out/20261129-003521/last.pt", False),
+    ],
+)
+def test_names_that_differ_in_a_time_alone_are_found(first: str, second: str, is_found: bool) -> None:
+    assert (renamed_by_time([first], [second]) is not None) is is_found

@@ -1,0 +1,89 @@
+"""Steps and losses are read from what programs print, as it comes, and from reports."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from slurm_train.tools.rehearsal.marks import REPORTS, Mark, MarkReader, choose_kind
+
+
+def read(tmp_path: Path, log: str, *, reports: list[dict[str, object]] | None = None, pattern: str = "") -> list[Mark]:
+    """Returns the marks of the kind that would be compared; the log comes in two pieces, cut within a line."""
+    path = tmp_path / "log"
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in reports or []))
+    reader = MarkReader(path, re.compile(pattern) if pattern else None)
+    for end in (len(log) // 2, len(log)):
+        path.write_text(log[:end])
+        reader.read(metrics, attempt=1)
+    kind = choose_kind(reader.by_kind)
+    return [] if kind is None else reader.of_kind(kind)
+
+
+@pytest.mark.parametrize(
+    ("log", "places", "losses"),
+    [
+        ("step 1 loss 0.5\nstep 2 loss 1e-05\nstep 3 loss nan\n", [(0, 1), (0, 2), (0, 3)], [0.5, 1e-05, None]),
+        (
+            "step 0: train loss 4.1, val loss 4.2\niter 0: loss 4.25, time 3ms\niter 1: loss 4.125, time 4ms\n",
+            None,
+            None,
+        ),
+        (
+            "Train Epoch: 1 [0/600 (0%)]\tLoss: 2.25\nTrain Epoch: 1 [64/600 (10%)]\tLoss: 1.5\n",
+            [(1, 0), (1, 64)],
+            [2.25, 1.5],
+        ),
+        (
+            " 0%|    | 0/9 [00:00<?]\r 11%|#   | 1/9 [00:01<00:09, loss=3.5]\r 22%|##  | 2/9 [00:02<00:08, loss=2.5]\r",
+            [(0, 1), (0, 2)],
+            [3.5, 2.5],
+        ),
+        (
+            "{'loss': '1.5', 'epoch': '0.1'}\n{'loss': 1.25, 'grad_norm': 3.0, 'epoch': 0.2}\n",
+            [(0.1, 0), (0.2, 0)],
+            [1.5, 1.25],
+        ),
+        ('{"step": 3, "loss": 0.5}\n{"step": 4, "loss": 0.25}\n', [(0, 3), (0, 4)], [0.5, 0.25]),
+        ("loading\ndone\n", [], []),
+    ],
+)
+def test_places_and_losses_are_read_from_common_forms(
+    tmp_path: Path, log: str, places: list[tuple[float, float]] | None, losses: list[float | None] | None
+) -> None:
+    marks = read(tmp_path, log)
+    if places is None or losses is None:
+        assert [mark.loss for mark in marks] == [4.25, 4.125]
+        return
+    assert [mark.place for mark in marks] == places
+    assert [None if mark.loss is None or mark.loss != mark.loss else mark.loss for mark in marks] == losses
+
+
+def test_reports_of_this_attempt_come_before_the_log(tmp_path: Path) -> None:
+    reports: list[dict[str, object]] = [
+        {"step": 1, "loss": 9.0, "attempt": 0},
+        {"step": 1, "loss": 0.5, "attempt": 1, "max_steps": 30},
+        {"step": 1, "eval_loss": 0.75, "attempt": 1},
+        {"step": 2, "loss": 0.25, "attempt": 1, "max_steps": 30},
+    ]
+    marks = read(tmp_path, "step 1\nstep 2\nstep 3\n", reports=reports)
+    assert [(mark.place, mark.loss, mark.total) for mark in marks] == [((0, 1), 0.5, 30), ((0, 2), 0.25, 30)]
+
+
+def test_a_pattern_of_ones_own_is_used_alone(tmp_path: Path) -> None:
+    log = "step 5 of 9\nit=1 l=0.5\nit=2 l=0.25\nstep 6 of 9\n"
+    marks = read(tmp_path, log, pattern=r"it=(?P<step>\d+) l=(?P<loss>\S+)")
+    assert [(mark.place, mark.loss) for mark in marks] == [((0, 1), 0.5), ((0, 2), 0.25)]
+
+
+def test_a_count_that_begins_anew_in_each_epoch_is_not_compared(tmp_path: Path) -> None:
+    assert read(tmp_path, "batch 1/2\nbatch 2/2\nbatch 1/2\nbatch 2/2\n") == []
+
+
+def test_kinds_are_those_of_reports_where_there_are_two() -> None:
+    one = [Mark((0, 1), "step 1", 0.5)]
+    assert choose_kind({REPORTS: one}) is None

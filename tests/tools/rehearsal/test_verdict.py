@@ -1,0 +1,183 @@
+"""What a disturbance did to a run: the row, and the sentence, for each kind of end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from slurm_train.rundir.ledger import Action, End, Reason
+from slurm_train.tools.rehearsal.case import KILLED, Course, Disturbance, Notice, SignalsAfter, StartOfRun, preemption
+from slurm_train.tools.rehearsal.marks import REPORTS, Mark
+from slurm_train.tools.rehearsal.verdict import Rehearsal, Row, Undisturbed, judge, left_out, noise_of
+
+NOTICE = Notice(grace_s=0.0, kill_wait_s=30.0, lead_s=30.0)
+
+
+def marks(steps: Sequence[int], *, seen_s: float = 0.0, shift: float = 0.0) -> tuple[Mark, ...]:
+    return tuple(Mark((0, step), f"step {step}", 1 / (step + 1) + shift, seen_s + step, 60) for step in steps)
+
+
+UNDISTURBED = Undisturbed(kind=REPORTS, marks=marks(range(1, 17)), files={}, notice=NOTICE)
+FIRST = StartOfRun(
+    marks={REPORTS: marks(range(1, 9))},
+    started_s=0.0,
+    signalled_s=8.5,
+    ended_s=9.0,
+    exit_code=75,
+    end=End(time_unix_s=0.0, exit_code=75, reason=Reason.SIGNALLED, action=Action.STOP),
+)
+SECOND = StartOfRun(marks={REPORTS: marks(range(9, 17))}, started_s=20.0)
+
+
+def row_of(
+    first: StartOfRun, second: StartOfRun | None = SECOND, *, key: str = "preempted", **of_undisturbed: object
+) -> Row:
+    disturbance = Disturbance(key=key, label=key, signals=preemption(NOTICE) if key == "preempted" else KILLED)
+    course = Course(
+        disturbance=disturbance,
+        starts=tuple(start for start in (first, second) if start is not None),
+        run=None,
+        seconds=3.0,
+    )
+    return judge(course, replace(UNDISTURBED, **of_undisturbed))
+
+
+def failed(error: str, **facts: object) -> StartOfRun:
+    return replace(SECOND, marks={}, ended_s=25.0, exit_code=1, traceback=error, **facts)
+
+
+def test_a_run_that_goes_on_with_the_next_step_and_equal_losses_is_good() -> None:
+    row = row_of(FIRST)
+    assert (row.is_good, row.came_back, row.repeated, row.left_out) == (True, "came back at step 9", 0, 0)
+    assert (row.losses, row.ended_after_s, row.advice) == ("equal (8)", 0.5, "")
+
+
+def test_steps_since_the_last_save_are_repeated_and_that_is_good() -> None:
+    row = row_of(FIRST, replace(SECOND, marks={REPORTS: marks(range(6, 17))}), key="killed")
+    assert (row.is_good, row.repeated) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "came_back", "advice"),
+    [
+        ({}, {"marks": {REPORTS: marks(range(1, 6))}}, "began anew at step 1", "saved nothing by then"),
+        (
+            {"files": {"out/last.pt": (9, 0)}},
+            {"marks": {REPORTS: marks(range(1, 6))}},
+            "began anew at step 1",
+            "did not load it",
+        ),
+        (
+            {"written": frozenset({"out/20261129-003521/a.pt"})},
+            {"marks": {REPORTS: marks(range(1, 6))}, "written": frozenset({"out/20261129-003611/a.pt"})},
+            "began anew at step 1",
+            "out/<time>/a.pt",
+        ),
+        (
+            {"saved_steps": ("checkpoint_0000005",)},
+            {"marks": {REPORTS: marks(range(1, 6))}},
+            "began anew at step 1",
+            "training.resume()",
+        ),
+        (
+            {"killed_by_notice": True},
+            {"marks": {REPORTS: marks(range(1, 6))}},
+            "began anew at step 1",
+            "act upon the signal",
+        ),
+        ({}, {"marks": {REPORTS: marks(range(12, 17))}}, "came back at step 12", "3 steps between"),
+        (
+            {},
+            {"marks": {REPORTS: marks(range(9, 17), shift=0.5)}},
+            "came back at step 9",
+            "other samples or random numbers",
+        ),
+        (
+            {},
+            {"marks": {REPORTS: marks(range(9, 12))}, "ended_s": 30.0, "exit_code": 0, "is_finished": True},
+            "ended with 0 at step 11 of 60",
+            "exit code of 0",
+        ),
+    ],
+)
+def test_each_way_of_not_surviving_has_its_sentence(
+    first: dict[str, object], second: dict[str, object], came_back: str, advice: str
+) -> None:
+    row = row_of(replace(FIRST, **first), replace(SECOND, **second), has_joined=True)
+    assert row.is_good is False
+    assert row.came_back == came_back
+    assert advice in row.advice and row.see.startswith("docs/")
+
+
+@pytest.mark.parametrize(
+    ("error", "facts", "advice"),
+    [
+        ("Error. Experiment already exists. Use --name", {}, "refuses the folder"),
+        ("EOFError: Ran out of input", {}, "file that was cut"),
+        (
+            "RunError: files have changed",
+            {"beside_source": frozenset({"logs/a.log"})},
+            "beside its source (logs/a.log)",
+        ),
+        ("ValueError: x", {}, "ValueError: x"),
+    ],
+)
+def test_a_run_that_never_starts_again_is_quoted(error: str, facts: dict[str, object], advice: str) -> None:
+    row = row_of(FIRST, failed(error, **facts))
+    assert (row.is_good, row.came_back) == (False, "never started again")
+    assert error in row.advice and advice in row.advice
+
+
+def test_a_run_that_is_finished_by_the_stop_has_ended_too_early() -> None:
+    row = row_of(replace(FIRST, is_finished=True, exit_code=0), None)
+    assert (row.is_good, row.came_back) == (False, "ended with 0 at step 8 of 60")
+
+
+def test_an_exit_code_of_0_after_a_stop_is_a_note_where_the_run_is_started_again() -> None:
+    assert FIRST.end is not None
+    row = row_of(replace(FIRST, end=replace(FIRST.end, exit_code=0)))
+    assert row.is_good is True
+    assert any("COMPLETED" in fact for fact in row.facts)
+
+
+def test_cut_files_and_processes_that_outlive_the_program_are_noted() -> None:
+    first = replace(FIRST, files={"last.pt": (3, 0)}, outlived_by=("server.py",))
+    row = row_of(first, files={"last.pt": (100, 0)})
+    assert [fact for fact in row.facts if "last.pt (3 of 100 bytes)" in fact or "server.py" in fact] == list(
+        row.facts[-2:]
+    )
+
+
+def test_differences_within_the_noise_of_two_undisturbed_runs_are_no_fault() -> None:
+    other = replace(SECOND, marks={REPORTS: marks(range(9, 17), shift=0.01)})
+    assert row_of(FIRST, other).is_good is False
+    twin = Course(disturbance=Disturbance(key="again", label=""), starts=(other,), run=None, seconds=1.0)
+    noise, words = noise_of(twin, UNDISTURBED)
+    assert noise == pytest.approx(0.01) and words.startswith("differ from step 9 on")
+    assert row_of(FIRST, other, noise=noise).is_good is True
+
+
+def test_a_disturbance_that_never_came_says_nothing() -> None:
+    assert row_of(replace(FIRST, signalled_s=None), None).is_good is None
+
+
+def test_a_program_survives_if_a_row_is_good_and_none_is_bad() -> None:
+    good = row_of(FIRST)
+    rehearsal = Rehearsal(
+        name="a.py", place="", undisturbed="", noise="equal", rows=(good, left_out("epoch", "e", "no")), seconds=1.0
+    )
+    assert rehearsal.survives and "a.py survives" in rehearsal.text()
+    assert not replace(rehearsal, rows=(good, replace(good, is_good=False))).survives
+    assert not replace(rehearsal, rows=(left_out("epoch", "e", "no"),)).survives
+
+
+def test_a_preemption_sends_what_slurm_sends() -> None:
+    with_grace = preemption(NOTICE._replace(grace_s=15.0, kill_wait_s=5.0))
+    assert with_grace == (
+        SignalsAfter(0, ("CONT", "TERM")),
+        SignalsAfter(15.0, ("TERM", "CONT", "TERM")),
+        SignalsAfter(5.0, ("KILL",)),
+    )
+    assert preemption(NOTICE) == (SignalsAfter(0, ("CONT", "TERM")), SignalsAfter(30.0, ("KILL",)))
