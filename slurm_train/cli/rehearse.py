@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from slurm_train.formatting import duration
 from slurm_train.plan.choice import settle_parallel
 from slurm_train.plan.plan import RunPlan, plan_run
 from slurm_train.rundir.files import make_private, to_json, write_atomic
+from slurm_train.rundir.removal import remove_tree
 from slurm_train.slurm.devices import VISIBLE
 from slurm_train.slurm.job_variables import exported
 from slurm_train.tools.rehearsal.case import Notice, Setting
@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
     take_inputs(plan, cwd=cwd)
     root = plan.run.place
     place = place_of(root, plan.run.name, plan.run.run_id[:8])
-    shutil.rmtree(place, ignore_errors=True)
+    remove_tree(place)
     make_private(place)
     setting = Setting(
         words=_words(flags, plan),
@@ -119,8 +119,8 @@ def _words(flags: Words, plan: RunPlan) -> tuple[str, ...]:
     typed = [word for word in flags.overrides if not split_word(word)[1].startswith(_OWN_KEYS)]
     keys = {split_word(word)[1] for word in typed}
     own = [f"--config-dir={flags.config_dir}"] if flags.config_dir else []
-    if plan.config.trains:
-        own += ["train.log_every_steps=1"]
+    # Of the trainer; a program of one's own reports when it likes.
+    own += ["train.log_every_steps=1"]
     if not plan.config.uses_cluster and "run.processes" not in keys:
         own += ["run.processes=1"]
     return (*typed, *own)
@@ -162,7 +162,7 @@ def _scope(plan: RunPlan, flags: Words, *, steps: int, seconds: float, notice_s:
 def _other_ranks(plan: RunPlan, processes: str | None) -> tuple[str, ...] | str:
     """Returns the words for another number of ranks, or why there is none."""
     num_ranks = int(processes) if processes and processes.isdigit() else 1
-    if plan.config.trains:
+    if plan.config.script is None:
         return (f"run.processes={1 if num_ranks > 1 else 2}",)
     if num_ranks > 1:
         return ("run.processes=1",)

@@ -100,7 +100,10 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOfRun:
-    """One start of a run, as it was seen."""
+    """One start of a run, as it was seen.
+
+    Wide because it is a record of many witnesses.
+    """
 
     marks: Mapping[object, Sequence[Mark]]
     started_s: float
