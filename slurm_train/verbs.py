@@ -314,9 +314,7 @@ The same command again starts what is missing, waits for what runs, and prints t
             Argument(
                 "--seconds S", "the most that they take, without the start (default: 60)", type=float, default=60.0
             ),
-            Argument(
-                "--notice S", "from the signal to KILL (default: 30, as Slurm's KillWait)", type=float, default=30.0
-            ),
+            Argument("--notice S", "from the signal to KILL (default: the site's, else 30)", type=float),
             Argument("--pattern REGEX", "of a line of its log, with the groups `step`, `loss` and `epoch`"),
             Argument(
                 "--only NAMES",
@@ -328,6 +326,7 @@ The same command again starts what is missing, waits for what runs, and prints t
         settings="any",
         examples="""\
   python -m slurm_train rehearse "script=[train.py,--epochs,3]"         here; exit code 0 if it survives
+  python -m slurm_train rehearse +cluster=2x1 "script=[train.py]"       on Slurm, in a short allocation of its own
   python -m slurm_train rehearse run.processes=2 "script=[train.py]"    two ranks
   python -m slurm_train rehearse model=gpt data=stdlib                  the built-in trainer
   python -m slurm_train rehearse "script=[train.py]" --only preempted,killed

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurm_train.cli.preview import refuse_unused_flags, take_inputs
 from slurm_train.cli.terminal import answer, note, working_folder
 from slurm_train.config.compose import compose
+from slurm_train.config.program import program_of
 from slurm_train.config.words import Words, read_words, split_word
-from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, require_all
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, require_all
 from slurm_train.formatting import duration
 from slurm_train.plan.choice import settle_parallel
 from slurm_train.plan.plan import RunPlan, plan_run
+from slurm_train.plan.speed import preemption_of
+from slurm_train.request.acceptance import salloc_words
+from slurm_train.request.batch_script import job_request
 from slurm_train.rundir.files import make_private, to_json, write_atomic
 from slurm_train.rundir.removal import remove_tree
+from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.devices import VISIBLE
-from slurm_train.slurm.job_variables import exported
+from slurm_train.slurm.job_variables import exported, scrubbed
+from slurm_train.slurm.site import site_of
 from slurm_train.tools.rehearsal.case import Notice, Setting
 from slurm_train.tools.rehearsal.rehearsal import LABELS, Scope, place_of, rehearse
 from slurm_train.tools.rehearsal.verdict import Rehearsal
@@ -26,6 +35,10 @@ from slurm_train.verbs import PUBLIC_VERBS, parse
 
 _OWN_KEYS = ("run.root", "checkpoint.every_steps", "train.log_every_steps", "launch", "notify", "track")
 """Keys that a rehearsal sets itself."""
+_KILL_WAIT_S = 30.0
+"""Slurm's default of KillWait."""
+_LIMIT_MIN = 30
+"""Of the allocation that is made for a rehearsal."""
 _RESULT = "rehearsal.json"
 _NO_TRACKERS = {
     "WANDB_MODE": "offline",
@@ -55,6 +68,11 @@ def main(words: Sequence[str]) -> int:
     if unknown:
         raise ConfigError(f"--only={','.join(unknown)} is no disturbance", hint=f"choose from {','.join(LABELS)}")
     take_inputs(plan, cwd=cwd)
+    notice = _notice(plan, env, arguments.notice)
+    scope = _scope(plan, flags, steps=arguments.steps, seconds=arguments.seconds, notice=notice, only=only)
+    job_id = env.get("SLURM_JOB_ID") if plan.config.uses_cluster else None
+    if plan.config.uses_cluster and job_id is None:
+        return _in_own_allocation(plan, scope, words, env)
     root = plan.run.place
     place = place_of(root, plan.run.name, plan.run.run_id[:8])
     remove_tree(place)
@@ -65,14 +83,38 @@ def main(words: Sequence[str]) -> int:
         place=place,
         env=_environment(plan, env),
         without=(root,),
+        job_id=job_id,
         pattern=pattern,
     )
-    scope = _scope(plan, flags, steps=arguments.steps, seconds=arguments.seconds, notice_s=arguments.notice, only=only)
     _say_cost(scope)
     rehearsal = rehearse(setting, scope, say=note)
     write_atomic(place / _RESULT, to_json(rehearsal.to_json()))
     _print(rehearsal, as_json=arguments.json)
     return EXIT_DONE if rehearsal.survives else EXIT_FAILURE
+
+
+def _in_own_allocation(plan: RunPlan, scope: Scope, words: Sequence[str], env: Mapping[str, str]) -> int:
+    """Rehearses in an allocation that is made for it and given back at the end; returns the exit code."""
+    limit_min = min(plan.config.slurm.time_limit_min or _LIMIT_MIN, _LIMIT_MIN)
+    ranks = plan.world.num_ranks
+    note(
+        f"one allocation of {plan.world.nodes_in_words} for at most {limit_min} min: at most {ranks * limit_min} "
+        f"minutes of a rank's GPU; it is given back as soon as the {len(scope.only or LABELS) + 1} runs are over"
+    )
+    script = plan.run.submit_script
+    flags = salloc_words(job_request(plan), script, [f"--time={limit_min}"])[:-2]
+    command = [*flags, sys.executable, "-m", "slurm_train", "rehearse", *words]
+    return subprocess.run(command, env=scrubbed(env), check=False).returncode
+
+
+def _notice(plan: RunPlan, env: Mapping[str, str], typed_s: float | None) -> Notice:
+    """Returns what the site gives a job before it kills it; on this machine Slurm's default."""
+    preemption = None
+    if typed_s is None and plan.config.uses_cluster:
+        with contextlib.suppress(ClusterError):
+            preemption = preemption_of(plan.config, site_of(SlurmCommands(env)).facts())
+    wait_s = typed_s or (preemption and preemption.kill_wait_s) or _KILL_WAIT_S
+    return Notice(grace_s=(preemption and preemption.grace_s) or 0.0, kill_wait_s=wait_s, lead_s=_KILL_WAIT_S)
 
 
 def _print(rehearsal: Rehearsal, *, as_json: bool) -> None:
@@ -92,11 +134,6 @@ def _require_rehearsable(plan: RunPlan, steps: int) -> None:
                 config.container is not None,
                 "a rehearsal starts the ranks itself, and a container was asked for",
                 "rehearse inside the image, without container=",
-            ),
-            (
-                config.uses_cluster,
-                "a rehearsal on Slurm is not there yet",
-                "leave +cluster out to rehearse on this machine",
             ),
         ]
     )
@@ -121,7 +158,9 @@ def _words(flags: Words, plan: RunPlan) -> tuple[str, ...]:
     own = [f"--config-dir={flags.config_dir}"] if flags.config_dir else []
     # Of the trainer; a program of one's own reports when it likes.
     own += ["train.log_every_steps=1"]
-    if not plan.config.uses_cluster and "run.processes" not in keys:
+    if plan.config.uses_cluster:
+        own += ["launch=interactive"]
+    elif "run.processes" not in keys:
         own += ["run.processes=1"]
     return (*typed, *own)
 
@@ -129,6 +168,8 @@ def _words(flags: Words, plan: RunPlan) -> tuple[str, ...]:
 def _environment(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables of the runs: those that a job gets, without keys of trackers; nothing is sent anywhere."""
     names = exported(env, plan.config.slurm.export) | {name for name in VISIBLE if name in env}
+    # Inside an allocation srun and this package read what Slurm has set.
+    names |= {name for name in env if plan.config.uses_cluster and name.startswith("SLURM_")}
     kept = {name: env[name] for name in names if name in env}
     cpus = len(os.sched_getaffinity(0))
     threads = {"OMP_NUM_THREADS": str(max(1, cpus // _parallel(plan)))}
@@ -142,17 +183,17 @@ def _parallel(plan: RunPlan) -> int:
     return max(1, min(4, len(os.sched_getaffinity(0))))
 
 
-def _scope(plan: RunPlan, flags: Words, *, steps: int, seconds: float, notice_s: float, only: Sequence[str]) -> Scope:
+def _scope(plan: RunPlan, flags: Words, *, steps: int, seconds: float, notice: Notice, only: Sequence[str]) -> Scope:
     config = plan.config
     keys = {split_word(word)[1]: split_word(word)[2] for word in flags.overrides}
-    script = config.script or [""]
+    program = program_of(config)
     return Scope(
-        name=" ".join(script[:2]) if config.script else plan.run.name,
+        name=program.name or plan.run.name,
         num_steps=steps,
         longest_s=seconds,
-        notice=Notice(grace_s=0.0, kill_wait_s=notice_s, lead_s=notice_s),
+        notice=notice,
         num_parallel=_parallel(plan),
-        is_shell=Path(script[0]).name in _SHELLS or script[0].endswith(".sh"),
+        is_shell=Path(program.name).name in _SHELLS or program.name.endswith(".sh"),
         other_ranks=_other_ranks(plan, keys.get("run.processes")),
         saves_by_config=True,
         only=only,
@@ -161,8 +202,13 @@ def _scope(plan: RunPlan, flags: Words, *, steps: int, seconds: float, notice_s:
 
 def _other_ranks(plan: RunPlan, processes: str | None) -> tuple[str, ...] | str:
     """Returns the words for another number of ranks, or why there is none."""
+    nodes, per_node = plan.world.num_nodes, plan.world.ranks_per_node[0]
+    if plan.config.uses_cluster:
+        if nodes * per_node == 1:
+            return "it has one rank; +cluster=1x2 tries it on two, and then on one"
+        return ("cluster.nodes=1",) if nodes > 1 else ("cluster.gpus_per_node=1",)
     num_ranks = int(processes) if processes and processes.isdigit() else 1
-    if plan.config.script is None:
+    if program_of(plan.config).saves:
         return (f"run.processes={1 if num_ranks > 1 else 2}",)
     if num_ranks > 1:
         return ("run.processes=1",)

@@ -13,7 +13,7 @@ from typing import Any
 
 from slurm_train.config.batch import largest_local_size
 from slurm_train.config.frozen import load_config
-from slurm_train.config.schema import OptimSection, RunConfig, RunSection
+from slurm_train.config.schema import ClusterSection, OptimSection, RunConfig, RunSection
 from slurm_train.errors import SlurmTrainError
 from slurm_train.formatting import byte_size, duration, number
 from slurm_train.plan.cards import has_gpus, in_half
@@ -342,17 +342,28 @@ def _site_policy(config: RunConfig, facts: SiteFacts | None) -> tuple[int | None
     cluster = config.slurm
     if not config.uses_cluster or facts is None:
         return cluster.time_limit_min, None, ()
-    name = cluster.partition or next((partition.name for partition in facts.partitions if partition.is_default), "")
-    # Of several partitions the job starts in any; the first says what preempts it, the longest limit what it may cost.
-    names = [part.strip() for part in name.split(",")]
-    qos = cluster.qos or default_qos(facts, names[0], account=cluster.account)
+    names = _partitions_of(cluster, facts)
     demand = Demand(
         partitions=tuple(names), account=cluster.account or "", qos=cluster.qos or "", time_min=cluster.time_limit_min
     )
     limit_min = longest_limit_min(facts, demand)
     lone = [limits.lone_job for limits in limits_in_partitions(facts, demand)]
     remarks = tuple(filter(None, [*lone[:1], returning_codes_in_words(facts.settings)]))
-    return limit_min, preemption_in(facts, qos, names[0]) if facts.settings else None, remarks
+    return limit_min, preemption_of(config, facts), remarks
+
+
+def _partitions_of(cluster: ClusterSection, facts: SiteFacts) -> list[str]:
+    """Returns the partitions that a job may start in; the longest limit of them says what it may cost."""
+    default = next((partition.name for partition in facts.partitions if partition.is_default), "")
+    return [part.strip() for part in (cluster.partition or default).split(",")]
+
+
+def preemption_of(config: RunConfig, facts: SiteFacts) -> Preemption | None:
+    """Returns how a site preempts the job of a run, by the first of its partitions; None where that is not known."""
+    cluster = config.slurm
+    partition = _partitions_of(cluster, facts)[0]
+    qos = cluster.qos or default_qos(facts, partition, account=cluster.account)
+    return preemption_in(facts, qos, partition) if facts.settings else None
 
 
 def estimate_cost(plan: RunPlan, *, limit_min: int | None) -> Cost:
