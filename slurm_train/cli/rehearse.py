@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from slurm_train.slurm.devices import VISIBLE
 from slurm_train.slurm.job_variables import exported, scrubbed
 from slurm_train.slurm.site import site_of
 from slurm_train.tools.rehearsal.case import Notice, Setting
+from slurm_train.tools.rehearsal.page import render_page
 from slurm_train.tools.rehearsal.rehearsal import LABELS, Scope, place_of, rehearse
 from slurm_train.tools.rehearsal.verdict import Rehearsal
 from slurm_train.verbs import PUBLIC_VERBS, parse
@@ -40,6 +42,7 @@ _KILL_WAIT_S = 30.0
 _LIMIT_MIN = 30
 """Of the allocation that is made for a rehearsal."""
 _RESULT = "rehearsal.json"
+_PAGE = "rehearsal.html"
 _NO_TRACKERS = {
     "WANDB_MODE": "offline",
     "COMET_MODE": "disabled",
@@ -87,8 +90,11 @@ def main(words: Sequence[str]) -> int:
         pattern=pattern,
     )
     _say_cost(scope)
+    # A stop ends what was started, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     rehearsal = rehearse(setting, scope, say=note)
     write_atomic(place / _RESULT, to_json(rehearsal.to_json()))
+    write_atomic(place / _PAGE, render_page(rehearsal))
     _print(rehearsal, as_json=arguments.json)
     return EXIT_DONE if rehearsal.survives else EXIT_FAILURE
 
@@ -122,7 +128,7 @@ def _print(rehearsal: Rehearsal, *, as_json: bool) -> None:
         answer(to_json(rehearsal.to_json()))
         return
     answer(rehearsal.text())
-    note(f"logs and files of all its runs: {rehearsal.place}")
+    note(f"the same as a page, and logs and files of all its runs: {rehearsal.place}")
 
 
 def _require_rehearsable(plan: RunPlan, steps: int) -> None:

@@ -408,9 +408,8 @@ class Rehearsal:
 
     def text(self) -> str:
         """Returns the table, and below it one sentence for each row that is not good."""
-        header = ("", "AFTER IT WAS", "IT", "REPEATED", "LEFT OUT", "LOSSES", "ENDED AFTER")
         tried = [row for row in self.rows if not row.came_back.startswith((_LEFT_OUT, "refused: "))]
-        lines = [table(header, [_cells(row) for row in tried])]
+        lines = [table(HEADER, [cells_of(row) for row in tried])]
         advice: dict[str, list[str]] = {}
         for row in self.rows:
             if row.is_good is False:
@@ -430,7 +429,11 @@ class Rehearsal:
         return "\n".join(lines)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+HEADER = ("", "AFTER IT WAS", "IT", "REPEATED", "LEFT OUT", "LOSSES", "ENDED AFTER")
+
+
+def cells_of(row: Row) -> tuple[str, ...]:
+    """Returns what the table has of a row, a text for each name of `HEADER`."""
     sign = {True: "ok", False: "BAD", None: "-"}[row.is_good]
     repeated = "" if row.repeated is None else str(row.repeated)
     skipped = "" if row.left_out is None else str(row.left_out)

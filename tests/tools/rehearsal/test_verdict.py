@@ -10,6 +10,7 @@ import pytest
 from slurm_train.rundir.ledger import Action, End, Reason
 from slurm_train.tools.rehearsal.case import KILLED, Course, Disturbance, Notice, SignalsAfter, StartOfRun, preemption
 from slurm_train.tools.rehearsal.marks import REPORTS, Mark
+from slurm_train.tools.rehearsal.page import render_page
 from slurm_train.tools.rehearsal.verdict import Rehearsal, Row, Undisturbed, judge, left_out, noise_of
 
 NOTICE = Notice(grace_s=0.0, kill_wait_s=30.0, lead_s=30.0)
@@ -171,6 +172,14 @@ def test_a_program_survives_if_a_row_is_good_and_none_is_bad() -> None:
     assert rehearsal.survives and "a.py survives" in rehearsal.text()
     assert not replace(rehearsal, rows=(good, replace(good, is_good=False))).survives
     assert not replace(rehearsal, rows=(left_out("epoch", "e", "no"),)).survives
+
+
+def test_the_page_has_each_row_with_its_sentence() -> None:
+    bad = replace(row_of(FIRST), is_good=False, advice="do <this>", see="docs/a.md", facts=("a note",))
+    rehearsal = Rehearsal(name="a.py", place="here", undisturbed="16 marks", noise="equal", rows=(bad,), seconds=1.0)
+    page = render_page(rehearsal)
+    assert "a.py does not survive" in page and "do &lt;this&gt; (docs/a.md)" in page and "a note" in page
+    assert "came back at step 9" in page and "<script" not in page
 
 
 def test_a_preemption_sends_what_slurm_sends() -> None:
