@@ -18,7 +18,7 @@ _STYLE = (
 
 
 def render_page(rehearsal: Rehearsal) -> str:
-    """Returns the HTML of the page: the verdict, a row per disturbance with its sentence and notes, what was compared."""
+    """Returns the HTML of the page: the verdict, a row per disturbance with its sentence and notes, the comparison."""
     verdict = "survives" if rehearsal.survives else "does not survive"
     title = html.escape(f"{rehearsal.name} {verdict}")
     head = "".join(f"<th>{html.escape(name.capitalize())}</th>" for name in HEADER)
@@ -29,8 +29,8 @@ def render_page(rehearsal: Rehearsal) -> str:
         f"It took {duration(rehearsal.seconds)}. Files: {rehearsal.place}"
     )
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head>'
-        f"<body><h1>{title}</h1><table><tr>{head}</tr>{rows}</table><ul>{facts}</ul><p>{html.escape(compared)}</p>"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>{title}</h1><table><tr>{head}</tr>{rows}</table><ul>{facts}</ul><p>{html.escape(compared)}</p>"
         "</body></html>\n"
     )
 
