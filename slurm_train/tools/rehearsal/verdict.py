@@ -35,7 +35,7 @@ FOLDERS = "docs/session.md#folders-and-logs-of-the-program"
 ORDER = "docs/session.md#the-order-of-samples"
 RANDOM = "docs/session.md#random-numbers"
 EXIT_0 = "docs/endings.md#exit-code-0-of-a-program"
-SCRIPTS = "docs/scripts.md"
+OWN_RESUME = "docs/scripts.md#the-scripts-own-resume"
 TROUBLE = "docs/troubleshooting.md"
 _PAGE = "docs/rehearse.md"
 _LEFT_OUT = "left out, "
@@ -301,9 +301,7 @@ def _with_other_losses(row: Row, second: StartOfRun, undisturbed: Undisturbed) -
             see=ORDER,
         )
     if undisturbed.has_joined:
-        advice = (
-            "it goes on with other samples or random numbers: `run.batches`, `run.restore_random()` before the loop"
-        )
+        advice = "it goes on with other samples or random numbers: `run.batches` or `run.replay`, `run.restore_random`"
         return replace(row, is_good=False, advice=advice, see=ORDER)
     advice = "what it restores is not all: optimizer, schedule, order of samples, random numbers"
     return replace(row, is_good=False, advice=advice, see=LINES)
@@ -313,8 +311,8 @@ def _never_started(row: Row, second: StartOfRun) -> Row:
     error = (second.traceback or second.last_words or f"exit code {second.exit_code}")[:_LONGEST_QUOTE]
     row = replace(row, is_good=False, came_back="never started again")
     if _EXISTS.search(error):
-        advice = "it refuses the folder of its first start: give it the word by which it resumes from there"
-        return replace(row, advice=f"{error!r}: {advice}", see=FOLDERS)
+        advice = "it refuses the folder of its first start: name its own word for a resume, `own_resume.words`"
+        return replace(row, advice=f"{error!r}: {advice}", see=OWN_RESUME)
     if second.beside_source:
         names = shorten(sorted(second.beside_source), 2)
         advice = f"it writes beside its source ({names}): give it a folder below $SLURM_TRAIN_RUN_DIR"
@@ -340,8 +338,8 @@ def _began_anew(row: Row, course: Course, *, has_joined: bool) -> Row:
         return replace(row, is_good=False, advice=advice, see=LINES)
     if saved:
         wrote = f"it had written {shorten(saved, 2)} and did not load it"
-        advice = f"{wrote}: add the word by which it resumes, or the session's lines"
-        return replace(row, is_good=False, advice=advice, see=SCRIPTS)
+        advice = f"{wrote}: name its own word for a resume, `own_resume.words`, or add the session's lines"
+        return replace(row, is_good=False, advice=advice, see=OWN_RESUME)
     if first.killed_by_notice:
         return replace(row, is_good=False, advice=_IGNORES, see=LINES)
     if row.key in ("killed", "save") and has_joined:
