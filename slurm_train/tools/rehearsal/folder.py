@@ -22,6 +22,7 @@ _WEIGHTS = (
     *(".msgpack", ".model", ".orbax", ".state"),
 )
 _NAMED_CHECKPOINT = re.compile(r"ckpt|checkpoint|(?:^|/)(?:last|latest|best|state|model|optim)[^/]*$", re.IGNORECASE)
+_NUMBERED = re.compile(r"(?:ckpt|checkpoint|step|epoch)\D?\d", re.IGNORECASE)
 _NO_CHECKPOINT = (".log", ".txt", ".csv", ".jsonl", ".py", ".pyc", ".yaml", ".yml", ".html", ".png", ".lock", ".sh")
 _TIME = re.compile(
     r"(?<!\d)(?:19|20)\d{2}[-_.]?\d{2}[-_.]?\d{2}(?:[-_.T ]*\d{2}[-_.:h]?\d{2}(?:[-_.:m]?\d{2})?)?(?!\d)"
@@ -96,6 +97,18 @@ def is_checkpoint(name: str) -> bool:
     """Returns whether a file is a checkpoint by its name, e.g. "out/last.pt"."""
     suffix = Path(name).suffix.lower()
     return suffix in _WEIGHTS or (suffix not in _NO_CHECKPOINT and _NAMED_CHECKPOINT.search(name) is not None)
+
+
+def in_folders(names: Iterable[str]) -> list[str]:
+    """Returns names with one in place of all files of a checkpoint's folder, e.g. "out/checkpoint-10/"."""
+    return sorted({_folder_of(name) or name for name in names})
+
+
+def _folder_of(name: str) -> str:
+    """Returns the outermost folder in the path of a file that is named as a checkpoint, "" for none."""
+    parts = name.split("/")[:-1]
+    end = next((index for index, part in enumerate(parts) if _NUMBERED.search(part)), None)
+    return "" if end is None else "/".join(parts[: end + 1]) + "/"
 
 
 Files = Mapping[str, tuple[int, int]]

@@ -23,7 +23,7 @@ from slurm_train.tools.rehearsal.case import (
     preemption,
     time_limit,
 )
-from slurm_train.tools.rehearsal.folder import files_in, is_checkpoint
+from slurm_train.tools.rehearsal.folder import files_in, in_folders, is_checkpoint
 from slurm_train.tools.rehearsal.marks import REPORTS, Mark, MarkReader, choose_kind
 from slurm_train.tools.rehearsal.verdict import MARKS_AFTER, Rehearsal, Row, Undisturbed, judge, left_out, noise_of
 
@@ -191,7 +191,7 @@ def _facts(start: StartOfRun) -> tuple[str, ...]:
     if start.beside_source:
         names = shorten(sorted(start.beside_source), 2)
         facts.append(f"it writes beside its source, in the run's copy of the code: {names}")
-    written = sorted(filter(is_checkpoint, start.written))
+    written = in_folders(filter(is_checkpoint, start.written))
     if written:
         facts.append(f"checkpoints that it writes itself: {shorten(written, 3)}")
     return tuple(facts)

@@ -11,7 +11,7 @@ from typing import Any
 from slurm_train.formatting import count, duration, number, shorten, table
 from slurm_train.rundir.ledger import Action
 from slurm_train.tools.rehearsal.case import Course, Notice, StartOfRun
-from slurm_train.tools.rehearsal.folder import is_checkpoint, renamed_by_time, without_times
+from slurm_train.tools.rehearsal.folder import in_folders, is_checkpoint, renamed_by_time, without_times
 from slurm_train.tools.rehearsal.marks import Mark
 
 MARKS_AFTER = 4
@@ -327,7 +327,7 @@ def _began_anew(row: Row, course: Course, *, has_joined: bool) -> Row:
     """Returns the row of a run that takes its first steps again, with what most probably keeps it from going on."""
     first, second = course.starts[:2]
     by_time = renamed_by_time(first.written, second.written)
-    saved = sorted(filter(is_checkpoint, first.files))
+    saved = in_folders(filter(is_checkpoint, first.files))
     if by_time is not None:
         advice = f"each start writes into another {without_times(by_time[0])}: name a folder below $SLURM_TRAIN_RUN_DIR"
         return replace(row, is_good=False, advice=advice, see=FOLDERS)

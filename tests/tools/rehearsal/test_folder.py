@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from slurm_train.tools.rehearsal import folder
-from slurm_train.tools.rehearsal.folder import changed, copy_folder, files_in, is_checkpoint, renamed_by_time
+from slurm_train.tools.rehearsal.folder import (
+    changed,
+    copy_folder,
+    files_in,
+    in_folders,
+    is_checkpoint,
+    renamed_by_time,
+)
 
 
 def test_checkpoints_and_code_are_copied_and_data_are_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +72,8 @@ def test_what_a_run_has_written_is_known(tmp_path: Path) -> None:
 )
 def test_names_that_differ_in_a_time_alone_are_found(first: str, second: str, is_found: bool) -> None:
     assert (renamed_by_time([first], [second]) is not None) is is_found
+
+
+def test_a_checkpoint_of_many_files_has_one_name() -> None:
+    names = ["out/checkpoint-10/config.json", "out/checkpoint-10/model.safetensors", "out/last.pt"]
+    assert in_folders(names) == ["out/checkpoint-10/", "out/last.pt"]
