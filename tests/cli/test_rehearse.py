@@ -38,7 +38,7 @@ def test_a_program_that_saves_nothing_does_not_survive_and_leaves_the_folder_alo
     assert sorted(path.name for path in person.folder.iterdir()) == ["prints.py", "runs"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_program_of_the_session_survives_a_kill_and_a_preemption(person: Person) -> None:
     light_training.add_program(person)
     words = light_training.words(steps=400, step_s=0.1, save_every=3)
