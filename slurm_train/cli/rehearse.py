@@ -81,7 +81,7 @@ def main(words: Sequence[str]) -> int:
     remove_tree(place)
     make_private(place)
     setting = Setting(
-        words=_words(flags, plan),
+        words=_words(arguments.settings, plan),
         source=cwd,
         place=place,
         env=_environment(plan, env),
@@ -157,18 +157,17 @@ def _read_pattern(text: str | None) -> re.Pattern[str] | None:
     return pattern
 
 
-def _words(flags: Words, plan: RunPlan) -> tuple[str, ...]:
+def _words(typed: Sequence[str], plan: RunPlan) -> tuple[str, ...]:
     """Returns the words of every run: the person's, without what a rehearsal sets itself, and its own."""
-    typed = [word for word in flags.overrides if not split_word(word)[1].startswith(_OWN_KEYS)]
-    keys = {split_word(word)[1] for word in typed}
-    own = [f"--config-dir={flags.config_dir}"] if flags.config_dir else []
+    kept = [word for word in typed if word.startswith("-") or not split_word(word)[1].startswith(_OWN_KEYS)]
+    keys = {split_word(word)[1] for word in kept if not word.startswith("-")}
     # Of the trainer; a program of one's own reports when it likes.
-    own += ["train.log_every_steps=1"]
+    own = ["train.log_every_steps=1"]
     if plan.config.uses_cluster:
         own += ["launch=interactive"]
     elif "run.processes" not in keys:
         own += ["run.processes=1"]
-    return (*typed, *own)
+    return (*kept, *own)
 
 
 def _environment(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
