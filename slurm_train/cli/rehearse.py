@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
         words=_words(arguments.settings, plan),
         source=cwd,
         place=place,
-        env=_environment(plan, env),
+        env=_environment(plan, env, place),
         without=(root,),
         job_id=job_id,
         pattern=pattern,
@@ -170,7 +170,7 @@ def _words(typed: Sequence[str], plan: RunPlan) -> tuple[str, ...]:
     return (*kept, *own)
 
 
-def _environment(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
+def _environment(plan: RunPlan, env: Mapping[str, str], place: Path) -> dict[str, str]:
     """Returns the variables of the runs: those that a job gets, without keys of trackers; nothing is sent anywhere."""
     names = exported(env, plan.config.slurm.export) | {name for name in VISIBLE if name in env}
     # Inside an allocation srun and this package read what Slurm has set.
@@ -178,7 +178,8 @@ def _environment(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
     kept = {name: env[name] for name in names if name in env}
     cpus = len(os.sched_getaffinity(0))
     threads = {"OMP_NUM_THREADS": str(max(1, cpus // _parallel(plan)))}
-    return {**threads, **kept, **_NO_TRACKERS}
+    # There is the list of a person's runs, which rehearsed ones are not to be in.
+    return {**threads, **kept, **_NO_TRACKERS, "XDG_STATE_HOME": str(place / "state")}
 
 
 def _parallel(plan: RunPlan) -> int:

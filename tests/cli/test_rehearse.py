@@ -36,6 +36,8 @@ def test_a_program_that_saves_nothing_does_not_survive_and_leaves_the_folder_alo
     assert (row["key"], row["is_good"], row["came_back"]) == ("killed", False, "began anew at step 1")
     assert row["see"] == "docs/own-training-program.md"
     assert sorted(path.name for path in person.folder.iterdir()) == ["prints.py", "runs"]
+    status = person.types("status", "--json")
+    assert "prints" not in status.out + status.err, "rehearsed runs are no runs of the person"
 
 
 @pytest.mark.full
