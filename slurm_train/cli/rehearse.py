@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from slurm_train.cli.preview import refuse_unused_flags, take_inputs
 from slurm_train.cli.terminal import answer, note, working_folder
@@ -29,6 +29,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.devices import VISIBLE
 from slurm_train.slurm.job_variables import exported, scrubbed
 from slurm_train.slurm.site import site_of
+from slurm_train.supervise.supervisor import on_stop
 from slurm_train.tools.rehearsal.case import Notice, Setting
 from slurm_train.tools.rehearsal.page import render_page
 from slurm_train.tools.rehearsal.rehearsal import LABELS, Scope, place_of, rehearse
@@ -90,13 +91,17 @@ def main(words: Sequence[str]) -> int:
         pattern=pattern,
     )
     _say_cost(scope)
-    # A stop ends what was started, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rehearsal = rehearse(setting, scope, say=note)
+    with on_stop(_interrupt):
+        rehearsal = rehearse(setting, scope, say=note)
     write_atomic(place / _RESULT, to_json(rehearsal.to_json()))
     write_atomic(place / _PAGE, render_page(rehearsal))
     _print(rehearsal, as_json=arguments.json)
     return EXIT_DONE if rehearsal.survives else EXIT_FAILURE
+
+
+def _interrupt() -> NoReturn:
+    """Has the runs that were started ended, and this process."""
+    raise KeyboardInterrupt
 
 
 def _in_own_allocation(plan: RunPlan, scope: Scope, words: Sequence[str], env: Mapping[str, str]) -> int:
