@@ -30,7 +30,7 @@ from slurm_train.slurm.devices import VISIBLE
 from slurm_train.slurm.job_variables import exported, scrubbed
 from slurm_train.slurm.site import site_of
 from slurm_train.supervise.supervisor import on_stop
-from slurm_train.tools.rehearsal.case import Notice, Setting
+from slurm_train.tools.rehearsal.case import RehearsalSetting, SiteNotice
 from slurm_train.tools.rehearsal.page import render_page
 from slurm_train.tools.rehearsal.rehearsal import LABELS, Scope, place_of, rehearse
 from slurm_train.tools.rehearsal.verdict import Rehearsal
@@ -81,7 +81,7 @@ def main(words: Sequence[str]) -> int:
     place = place_of(root, plan.run.name, plan.run.run_id[:8])
     remove_tree(place)
     make_private(place)
-    setting = Setting(
+    setting = RehearsalSetting(
         words=_words(arguments.settings, plan),
         source=cwd,
         place=place,
@@ -118,14 +118,14 @@ def _in_own_allocation(plan: RunPlan, scope: Scope, words: Sequence[str], env: M
     return subprocess.run(command, env=scrubbed(env), check=False).returncode
 
 
-def _notice(plan: RunPlan, env: Mapping[str, str], typed_s: float | None) -> Notice:
+def _notice(plan: RunPlan, env: Mapping[str, str], typed_s: float | None) -> SiteNotice:
     """Returns what the site gives a job before it kills it; on this machine Slurm's default."""
     preemption = None
     if typed_s is None and plan.config.uses_cluster:
         with contextlib.suppress(ClusterError):
             preemption = preemption_of(plan.config, site_of(SlurmCommands(env)).facts())
     wait_s = typed_s or (preemption and preemption.kill_wait_s) or _KILL_WAIT_S
-    return Notice(grace_s=(preemption and preemption.grace_s) or 0.0, kill_wait_s=wait_s, lead_s=_KILL_WAIT_S)
+    return SiteNotice(grace_s=(preemption and preemption.grace_s) or 0.0, kill_wait_s=wait_s, lead_s=_KILL_WAIT_S)
 
 
 def _print(rehearsal: Rehearsal, *, as_json: bool) -> None:
@@ -194,7 +194,9 @@ def _parallel(plan: RunPlan) -> int:
     return max(1, min(4, len(os.sched_getaffinity(0))))
 
 
-def _scope(plan: RunPlan, flags: Words, *, steps: int, seconds: float, notice: Notice, only: Sequence[str]) -> Scope:
+def _scope(
+    plan: RunPlan, flags: Words, *, steps: int, seconds: float, notice: SiteNotice, only: Sequence[str]
+) -> Scope:
     config = plan.config
     keys = {split_word(word)[1]: split_word(word)[2] for word in flags.overrides}
     program = program_of(config)

@@ -40,7 +40,7 @@ _OF_TOOLKIT = (
 """What this package itself writes into a run directory, besides `events@HOST.jsonl`."""
 
 
-class Notice(NamedTuple):
+class SiteNotice(NamedTuple):
     """What Slurm gives a job before it kills it."""
 
     grace_s: float
@@ -59,14 +59,14 @@ class SignalsAfter(NamedTuple):
     names: tuple[Signal, ...]
 
 
-def preemption(notice: Notice) -> tuple[SignalsAfter, ...]:
+def preemption(notice: SiteNotice) -> tuple[SignalsAfter, ...]:
     """Returns what Slurm sends at a preemption."""
     first = SignalsAfter(0, ("CONT", "TERM"))
     last = (SignalsAfter(notice.grace_s, ("TERM", "CONT", "TERM")),) if notice.grace_s else ()
     return (first, *last, SignalsAfter(notice.kill_wait_s, ("KILL",)))
 
 
-def time_limit(notice: Notice) -> tuple[SignalsAfter, ...]:
+def time_limit(notice: SiteNotice) -> tuple[SignalsAfter, ...]:
     """Returns what a job gets at its time limit: the warning that its script asks for, and the end."""
     return (
         SignalsAfter(0, ("USR2",)),
@@ -153,7 +153,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class RehearsalSetting:
     """What all cases of a rehearsal share."""
 
     words: tuple[str, ...]
@@ -177,7 +177,7 @@ Until = Callable[[MarkReader, float], bool]
 
 
 def play(
-    setting: Setting,
+    setting: RehearsalSetting,
     disturbance: Disturbance,
     *,
     kind: object = None,
@@ -216,7 +216,13 @@ def play(
 
 class _Case:
     def __init__(
-        self, setting: Setting, disturbance: Disturbance, *, kind: object, words: Sequence[str], start_timeout_s: float
+        self,
+        setting: RehearsalSetting,
+        disturbance: Disturbance,
+        *,
+        kind: object,
+        words: Sequence[str],
+        start_timeout_s: float,
     ) -> None:
         self._setting = setting
         self._disturbance = disturbance
@@ -259,10 +265,10 @@ class _Case:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        ranks: Ranks = (
-            LocalRanks(process)
+        ranks: RanksOfStart = (
+            RanksHere(process)
             if setting.job_id is None
-            else StepRanks(process, setting.job_id, attempt, SlurmCommands(setting.env))
+            else RanksOfStep(process, setting.job_id, attempt, SlurmCommands(setting.env))
         )
         reader = MarkReader(log, setting.pattern)
         seen = _Seen(source=self._source_files() if self.run is not None else None)
@@ -306,7 +312,7 @@ class _Case:
     def _attend(
         self,
         process: subprocess.Popen[bytes],
-        ranks: Ranks,
+        ranks: RanksOfStart,
         reader: MarkReader,
         seen: _Seen,
         enough: Until,
@@ -346,7 +352,7 @@ class _Case:
                 return
             time.sleep(_LOOK_FOR_SAVE_S if waits_for_save else _LOOK_S)
 
-    def _send(self, ranks: Ranks, remaining: list[SignalsAfter], seen: _Seen) -> None:
+    def _send(self, ranks: RanksOfStart, remaining: list[SignalsAfter], seen: _Seen) -> None:
         names = remaining.pop(0).names
         asked_before = len(remaining) + 1 < len(self._disturbance.signals)
         seen.killed_by_notice |= names == ("KILL",) and asked_before
@@ -407,7 +413,7 @@ class _Seen:
 # --- the ranks ---
 
 
-class Ranks(Protocol):
+class RanksOfStart(Protocol):
     """The ranks of a start, to which signals are sent."""
 
     def look(self) -> None:
@@ -426,7 +432,7 @@ class Ranks(Protocol):
         """Kills what they have left, and returns the names of what had outlived them for so long."""
 
 
-class LocalRanks:
+class RanksHere:
     """Processes of this machine: each rank leads a session, as start_local has it."""
 
     def __init__(self, supervisor: subprocess.Popen[bytes]) -> None:
@@ -435,7 +441,7 @@ class LocalRanks:
         self._below: dict[int, tuple[str, str]] = {}
 
     def look(self) -> None:
-        """See `Ranks`."""
+        """See `RanksOfStart`."""
         for pid in _children(self._supervisor.pid):
             if pid not in self._ranks and "SLURM_TRAIN_ATTEMPT" in (env := environment_of(pid)) and "RANK" in env:
                 self._ranks[pid] = start_ticks(pid)
@@ -445,22 +451,22 @@ class LocalRanks:
                     self._below[pid] = (start_ticks(pid), _name(pid))
 
     def are_there(self) -> bool:
-        """See `Ranks`."""
+        """See `RanksOfStart`."""
         return bool(self._ranks)
 
     def have_ended(self) -> bool:
-        """See `Ranks`."""
+        """See `RanksOfStart`."""
         return bool(self._ranks) and not any(is_running(*rank) for rank in self._ranks.items())
 
     def send(self, name: Signal) -> None:
-        """See `Ranks`."""
+        """See `RanksOfStart`."""
         for pid, started in self._ranks.items():
             if is_running(pid, started):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, getattr(signal, f"SIG{name}"))
 
     def end_survivors(self, *, within_s: float) -> list[str]:
-        """See `Ranks`."""
+        """See `RanksOfStart`."""
         deadline = time.monotonic() + within_s
         while (running := self._running_below()) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -473,7 +479,7 @@ class LocalRanks:
         return {pid: name for pid, (started, name) in self._below.items() if started and is_running(pid, started)}
 
 
-class StepRanks:
+class RanksOfStep:
     """Tasks of a step of this allocation; Slurm signals them as at a preemption."""
 
     def __init__(self, attended: subprocess.Popen[bytes], job_id: str, attempt: int, commands: SlurmCommands) -> None:
@@ -485,7 +491,7 @@ class StepRanks:
         self._looked_s = 0.0
 
     def look(self) -> None:
-        """See `Ranks`."""
+        """See `RanksOfStart`."""
         if self._step or time.monotonic() < self._looked_s + 1.0:
             return
         self._looked_s = time.monotonic()
@@ -494,15 +500,15 @@ class StepRanks:
             self._step = next((step for step, name in steps.items() if name == self._name), "")
 
     def are_there(self) -> bool:
-        """See `Ranks`."""
+        """See `RanksOfStart`."""
         return bool(self._step)
 
     def have_ended(self) -> bool:
-        """See `Ranks`."""
+        """See `RanksOfStart`."""
         return self._attended.poll() is not None
 
     def send(self, name: Signal) -> None:
-        """See `Ranks`."""
+        """See `RanksOfStart`."""
         if not self._step:
             return
         with contextlib.suppress(ClusterError):
@@ -512,7 +518,7 @@ class StepRanks:
                 self._commands.ask_step(self._step, name=name)
 
     def end_survivors(self, *, within_s: float) -> list[str]:
-        """See `Ranks`; Slurm ends them."""
+        """See `RanksOfStart`; Slurm ends them."""
         del within_s
         return []
 

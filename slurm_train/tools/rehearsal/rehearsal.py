@@ -16,8 +16,8 @@ from slurm_train.tools.rehearsal.case import (
     KILLED,
     Course,
     Disturbance,
-    Notice,
-    Setting,
+    RehearsalSetting,
+    SiteNotice,
     StartOfRun,
     play,
     preemption,
@@ -56,7 +56,7 @@ class Scope:
     """Marks of the undisturbed run."""
     longest_s: float
     """How long the undisturbed run may take from its first mark on."""
-    notice: Notice
+    notice: SiteNotice
     num_parallel: int
     is_shell: bool
     other_ranks: tuple[str, ...] | str
@@ -67,7 +67,7 @@ class Scope:
     """Keys of the disturbances that are tried; none: all."""
 
 
-def rehearse(setting: Setting, scope: Scope, *, say: Callable[[str], None]) -> Rehearsal:
+def rehearse(setting: RehearsalSetting, scope: Scope, *, say: Callable[[str], None]) -> Rehearsal:
     """Runs a whole rehearsal, and returns what it has found out.
 
     Args:
@@ -110,7 +110,7 @@ def rehearse(setting: Setting, scope: Scope, *, say: Callable[[str], None]) -> R
 # --- the undisturbed run ---
 
 
-def _undisturbed(setting: Setting, scope: Scope) -> tuple[Course, Undisturbed]:
+def _undisturbed(setting: RehearsalSetting, scope: Scope) -> tuple[Course, Undisturbed]:
     watch = _Watch(setting, scope)
     words = [f"checkpoint.every_steps={_FIRST_SAVE}"] if scope.saves_by_config else []
     disturbance = Disturbance(key="undisturbed", label="undisturbed")
@@ -145,7 +145,7 @@ def _has_saved(start: StartOfRun) -> bool:
 class _Watch:
     """Says when the undisturbed run has been watched for long enough; knows when it first wrote a checkpoint."""
 
-    def __init__(self, setting: Setting, scope: Scope) -> None:
+    def __init__(self, setting: RehearsalSetting, scope: Scope) -> None:
         self._folder = setting.place / "undisturbed"
         self._scope = scope
         self._before: set[str] | None = None
@@ -279,7 +279,7 @@ def _last_of_epoch(marks: Sequence[Mark]) -> Mark | None:
 
 
 def _play_all(
-    setting: Setting,
+    setting: RehearsalSetting,
     scope: Scope,
     undisturbed: Undisturbed,
     disturbances: Sequence[Disturbance],

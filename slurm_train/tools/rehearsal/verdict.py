@@ -10,7 +10,7 @@ from typing import Any
 
 from slurm_train.formatting import count, duration, number, shorten, table
 from slurm_train.rundir.ledger import Action
-from slurm_train.tools.rehearsal.case import Course, Notice, StartOfRun
+from slurm_train.tools.rehearsal.case import Course, SiteNotice, StartOfRun
 from slurm_train.tools.rehearsal.folder import in_folders, is_checkpoint, renamed_by_time, without_times
 from slurm_train.tools.rehearsal.marks import Mark
 
@@ -27,7 +27,7 @@ _LONGEST_QUOTE = 160
 _CUT_FILE = re.compile(r"EOF|truncat|corrupt|zip archive|unpickl|PytorchStreamReader|invalid load key", re.IGNORECASE)
 _CHECKPOINT = re.compile(r"checkpoint_\d{7,}\w*")
 _EXISTS = re.compile(
-    r"(?<!no )already exists|\bexists\b.*(?:specify|choose|use|remove|delete|overwrite)", re.IGNORECASE
+    r"(?<!no )already (?:exists|present)|\bexists\b.*(?:specify|choose|use|remove|delete|overwrite)", re.IGNORECASE
 )
 
 LINES = "docs/own-training-program.md"
@@ -60,7 +60,7 @@ class Undisturbed:
     """At its end."""
     saved_at: int | None = None
     """Marks at its first save, None where none was seen."""
-    notice: Notice
+    notice: SiteNotice
 
     @property
     def middle(self) -> Mark:

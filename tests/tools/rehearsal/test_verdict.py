@@ -8,12 +8,20 @@ from dataclasses import replace
 import pytest
 
 from slurm_train.rundir.ledger import Action, End, Reason
-from slurm_train.tools.rehearsal.case import KILLED, Course, Disturbance, Notice, SignalsAfter, StartOfRun, preemption
+from slurm_train.tools.rehearsal.case import (
+    KILLED,
+    Course,
+    Disturbance,
+    SignalsAfter,
+    SiteNotice,
+    StartOfRun,
+    preemption,
+)
 from slurm_train.tools.rehearsal.marks import REPORTS, Mark
 from slurm_train.tools.rehearsal.page import render_page
 from slurm_train.tools.rehearsal.verdict import Rehearsal, Row, Undisturbed, judge, left_out, noise_of
 
-NOTICE = Notice(grace_s=0.0, kill_wait_s=30.0, lead_s=30.0)
+NOTICE = SiteNotice(grace_s=0.0, kill_wait_s=30.0, lead_s=30.0)
 
 
 def marks(steps: Sequence[int], *, seen_s: float = 0.0, shift: float = 0.0) -> tuple[Mark, ...]:
