@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.." || exit 2
 export GPU_TESTS_SHARE=1
 line 25 probe env NCCL_DEBUG=INFO NCCL_DEBUG_FILE="$out/nccl.%p" "$python" -m tests.gpu.multi.probe groups "$out/probe.json"
 line 200 several_ranks "$python" -m pytest -q -p no:cacheprovider -n 3 $of_pytest tests/gpu/multi
-line 20 bf16_sanitized env TORCH_CUDA_SANITIZER=1 "$python" -m tests.gpu.multi.probe bf16 "$out/bf16_sanitized.json"
+line 20 bf16_sanitized env $sanitizer "$python" -m tests.gpu.multi.probe bf16 "$out/bf16_sanitized.json"
 line 20 bf16_poisoned "$python" -m tests.gpu.multi.probe bf16 "$out/bf16_poisoned.json"
 # Nothing runs beside these.
 line 110 save_overlaps "$python" -m tests.gpu --out "$out/save_overlaps" --only save_overlaps --budget-s "$left_s" $device

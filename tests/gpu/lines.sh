@@ -3,11 +3,14 @@ out=${1:?a folder for the results}
 device=
 tiny=
 of_pytest="-m gpu"
+sanitizer=TORCH_CUDA_SANITIZER=1
 slower=1
 if [ "${2:-} ${3:-}" = "--device cpu" ]; then
     device="--device cpu"
     tiny=--tiny
     of_pytest=
+    # It needs a torch with CUDA.
+    sanitizer=
     # A few shared cores take their time, also for small sizes.
     slower=${SLOWER:-6}
     export GPU_TESTS_ON_CPU=1 CUDA_VISIBLE_DEVICES=

@@ -280,12 +280,14 @@ def _sums_of_products(stage: Stage) -> dict[str, float]:
 def small_step(stage: Stage) -> dict[str, Any]:
     """What a step of a small model takes, and what of it the host computes: it is what a host cannot hide."""
     shape = {"vocab_size": 512, "context": 128, "num_layers": 4, "num_heads": 4, "width": 128}
+    shape |= stage.size({}, {"context": 16, "num_layers": 1, "width": 32})
     found: dict[str, Any] = {}
     for name, compiles in (("eager", False), ("compiled", True)):
-        sections = sections_of(shape, local_size=8, train={"compile": compiles, "precision": "float32"})
+        settings = {"compile": compiles, "precision": "float32"}
+        sections = sections_of(shape, local_size=stage.size(8, 1), train=settings)
         trainer = training_of(sections, stage.folder / name)
-        trainer.advance(5)
-        steps = stage.size(200, 5)
+        trainer.advance(stage.size(5, 1))
+        steps = stage.size(200, 2)
         stage.sync()
         start_s, cpu_s = time.perf_counter(), time.process_time()
         trainer.advance(trainer.position.step + steps)
