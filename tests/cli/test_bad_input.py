@@ -85,7 +85,7 @@ REFUSED = {
     "plan --cfg job": "hint: drop `plan`",
     "plan --suggest much": "--suggest must be a number of GiB greater than 0, got much",
     "plan --suggest 0.001 +cluster=1x2": "legal layouts of 2 ranks fits into 0.001 GiB a device",
-    "stats": "'stats' is neither a verb nor a setting\nhint: did you mean `status`?\n",
+    "stats": "'stats' is neither a verb nor a setting\nhint: did you mean `status`?",
     "prepare none.txt --out out": "none.txt cannot be read",
     "+cluster=1x8 hydra.run.dir=out": "write run.root=DIR to keep runs elsewhere",
     "-m +cluster=1x8 hydra/launcher=joblib seed=5,6": "sweep.max_parallel=N of them at a time",

@@ -17,6 +17,9 @@ def job_state(job_id: str, word: str = "RUNNING", *, source: str = "squeue", **f
     return JobState(job_id=job_id, word=word, source=source, **fields)
 
 
+_DAY_MIN = 1440
+
+
 def four_by_eight() -> Partition:
     """Returns the default partition of a cluster of 4 nodes with 8 GPUs and 64 CPUs each."""
     nodes = NodeGroup(
@@ -53,6 +56,8 @@ class FakeSlurmCommands:
         self.jobs = {job.job_id: job for job in jobs}
         self.fields = fields or {}
         self.listed_partitions = [four_by_eight()]
+        self.limits_min: dict[str, int | None] = {}
+        """The longest time limit in a partition; without an entry a day, None: no limit."""
         self.config = {"MaxArraySize": "1001", "JobRequeue": "1"}
         self.verdict = TestVerdict(is_accepted=True)
         self.words_of_srun = ""
@@ -123,12 +128,12 @@ class FakeSlurmCommands:
 
     def show_partition(self, name: str) -> dict[str, str]:
         self._fail_if_told()
-        listed = {
-            partition.name: {"State": partition.state.upper(), "MaxTime": f"{partition.max_time_min or 'UNLIMITED'}:00"}
-            for partition in self.listed_partitions
-        }
         fields = {"PartitionName": name, "GraceTime": "0", "PreemptMode": "REQUEUE"}
-        return {**fields, **listed.get(name, {}), **self.records.get(name, {})}
+        for partition in self.listed_partitions:
+            if partition.name == name:
+                limit_min = self.limits_min.get(name, _DAY_MIN)
+                fields |= {"State": partition.state.upper(), "MaxTime": f"{limit_min or 'UNLIMITED'}:00"}
+        return {**fields, **self.records.get(name, {})}
 
     def show_qos(self, name: str) -> Qos | None:
         return self.qos.get(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,7 +219,6 @@ def test_cpus_that_slurm_refuses_are_left_out() -> None:
 
 def test_a_limit_that_is_too_long_is_refused_with_automatic_cpus_too() -> None:
     commands = slurm(NODE)
-    commands.listed_partitions = [replace(partition, max_time_min=1440) for partition in commands.listed_partitions]
     commands.test_only = lambda _: TestVerdict(is_accepted=True)  # type: ignore[method-assign, misc]
     plan = plan_of(commands, time_limit_min=9999)
     assert without_chosen_cpus(plan) is not None

@@ -138,7 +138,8 @@ def test_of_several_partitions_the_largest_limit_counts(
 ) -> None:
     commands: Any = FakeSlurmCommands()
     (main,) = commands.listed_partitions
-    commands.listed_partitions = [replace(main, name=name, max_time_min=limit) for name, limit in limits.items()]
+    commands.listed_partitions = [replace(main, name=name) for name in limits]
+    commands.limits_min = limits
     outlook = outlook_of(request(f"partition='{partition}'", f"time={asked}"), commands)
     assert (outlook.obstacle is None) == (named is None)
     assert outlook.obstacle is None or f"set cluster.time_limit_min={named} or less" in outlook.obstacle.todo
