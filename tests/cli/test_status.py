@@ -147,6 +147,7 @@ def test_a_job_that_will_never_start_names_the_owner_of_the_limit(
 ) -> None:
     run = shell.has_run(job_ids=("4711",))
     run.submit_script.write_text(f"#!/bin/bash\n#SBATCH --partition=main\n#SBATCH --time={time_min}\n")
+    (shell.slurm.folder / "partitions.out").write_text("PartitionName=main\n   MaxTime=1-00:00:00 State=UP\n")
     shell.slurm.queue("4711", "PENDING", reason=reason)
     out = shell.types("status").out
     assert reason in out
