@@ -316,7 +316,10 @@ def _group(path: Path) -> str:
 def render_primary() -> str:
     """Returns the text of conf/config.yaml."""
     lines = [PRIMARY_HEAD]
-    for name, value in defaults_of(RunConfig).items():
+    defaults = defaults_of(RunConfig)
+    default_size = defaults["batch"]["default_global_size"]
+    defaults["batch"]["default_global_size"] = f"${{oc.select:model._global_size_,{default_size}}}"
+    for name, value in defaults.items():
         if name not in CHOICES:
             is_section = isinstance(value, dict)
             lines += [""] if is_section or not lines[-1] else []

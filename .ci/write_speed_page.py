@@ -16,10 +16,11 @@ import yaml
 from slurm_train.config.compose import compose
 from slurm_train.config.words import Words
 from slurm_train.models.gpt import GPT
+from slurm_train.plan.cards import PEAK_FLOPS
 from slurm_train.plan.choice import settle_parallel
 from slurm_train.plan.plan import plan_run
 from slurm_train.plan.speed import estimate_run
-from slurm_train.train.metrics import PEAK_FLOPS, flops_per_token
+from slurm_train.train.metrics import flops_per_token
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "how-fast.md"
@@ -39,11 +40,11 @@ GPU = " cluster.gpu_type=h100"
 CASES = (
     (
         f"model=gpt2-124m +cluster=1x1{GPU}",
-        "32,768 tokens are a hundred times what one weight needs; nothing else to choose",
+        "the 0.5 million tokens that the rate is for, in micro-batches of a hundred times what one weight needs",
     ),
     (
         f"model=gpt2-124m +cluster=1x8{GPU}",
-        "replicas fit; more than 4 sequences a rank only with a larger global batch",
+        "the same step on 8 GPUs: gradients are exchanged once in 65,536 tokens of each",
     ),
     (
         f"model=llama3-8b +cluster=1x8{GPU}",
@@ -52,7 +53,7 @@ CASES = (
     (f"model=llama3-8b +cluster=2x8{GPU}", "a node's shards are enough: between nodes only gradients go, once a step"),
     (
         f"model=llama3-70b +cluster=8x8{GPU}",
-        "the fewest shards that leave room for 80 layers of 8,192 tokens, each computed again",
+        "the fewest shards that leave room for 80 layers of two sequences, computed again: half the traffic per token",
     ),
     (
         f"model=cnn data=digits +cluster=1x1{GPU}",

@@ -30,6 +30,8 @@ _WARMUP_SHARE = 0.05
 _DECAY_SHARE = 0.2
 _BATCHES_PER_STAGE = 4
 _NODES_NAMED = 6
+_MOST_LOCAL = 32
+"""Samples of a micro-batch where nothing says how many: its memory has to have room for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +81,9 @@ def solve_batch(section: BatchSection, *, ranks: int, stages: int = 1) -> BatchP
     """Returns the plan for what was asked on so many data-parallel ranks.
 
     With only the global size given there is one micro-batch per step; with nothing given, the default global size is
-    rounded to what the ranks can share equally. Through a pipeline flow at least as many micro-batches as it has
-    stages, all of one size, and where that is left open four times as many: its stages are then idle for a fifth of the
-    time at most.
+    rounded to what the ranks can share equally, in micro-batches of at most 32 samples. Through a pipeline flow at
+    least as many micro-batches as it has stages, all of one size, and where that is left open four times as many: its
+    stages are then idle for a fifth of the time at most.
 
     Raises:
         BatchError: numbers that do not multiply up, a micro-batch without a sample, or what does not fill a pipeline.
@@ -119,7 +121,9 @@ def _solve(section: BatchSection, ranks: int) -> BatchPlan:
     total = section.global_size
     if total is None:
         if local is accumulation is None:
-            local = max(1, round(section.default_global_size / ranks))
+            share = max(1, round(section.default_global_size / ranks))
+            accumulation = _ceil_div(share, _MOST_LOCAL)
+            local = round(share / accumulation)
         return BatchPlan.equal(local_size=local or 1, ranks=ranks, accumulation=accumulation or 1)
     if local and accumulation:
         plan = BatchPlan.equal(local_size=local, ranks=ranks, accumulation=accumulation)

@@ -68,8 +68,9 @@ from slurm_train.config.words import (
 from slurm_train.config.yaml_files import FaithfulLoader
 from slurm_train.errors import ConfigError
 
-ADVICE_OF_MODEL = ("_lr_", "_context_")
-"""Keys of a model's file: the peak learning rate for AdamW and the tokens of a sample, where none are given."""
+ADVICE_OF_MODEL = ("_lr_", "_global_size_", "_context_")
+"""Keys of a model's file, where none are given: the peak learning rate for AdamW, the samples of a step that it is
+meant for, and the tokens of a sample."""
 TASK_NAME = "slurm_train"
 """What Hydra takes for the name of a job that is given none."""
 # Slurm's controllers hold 10,000 jobs by default; a mistyped range asks for millions.

@@ -96,7 +96,8 @@ class BatchSection:
     global_size: Count | None = None
     """Samples per optimizer step over all ranks."""
     default_global_size: Count = 32
-    """Global batch if none of the three is set, rounded to the nearest size that the ranks can share."""
+    """Global batch if none of the three is set, rounded to the nearest size that the ranks can share, in micro-batches
+    of at most 32. A model's file may name its own."""
     growth: dict[str, Count] = field(default_factory=dict)
     """Global batches of a step, by the steps before it, e.g. {1000: 2, 3000: 4}: two from step 1001 on."""
     shares: Literal["even"] | list[float] = "even"

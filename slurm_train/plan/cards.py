@@ -1,4 +1,4 @@
-"""How much memory the GPUs of a run have, by Slurm's name or by the driver here, and what they compute in. No torch."""
+"""What the GPUs of a run are, by Slurm's name or by the driver here: memory, peak, what they compute in. No torch."""
 
 from __future__ import annotations
 
@@ -53,6 +53,33 @@ _GIB_BY_NAME: Mapping[str, int] = {
     "mi210": 64,
 }
 _ASSUMED_GIB = 80
+PEAK_FLOPS = {
+    "GB300": 2500e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H20": 148e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "V100": 125e12,
+    "MI355X": 2500e12,
+    "MI350X": 2300e12,
+    "MI325X": 1307e12,
+    "MI300X": 1307e12,
+    "MI300A": 980e12,
+    "MI250X": 191.5e12,
+    "MI250": 181e12,
+    "MI210": 181e12,
+}
+"""Dense bfloat16 peaks per second, from the vendors' data sheets, where half of what is given with sparsity counts. The
+first name of which all words are in the device's own is taken. ROCm shows a MI250 as two devices, each of half of it.
+"""
+_ASSUMED_PEAK = PEAK_FLOPS["H100"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +144,22 @@ def _local_card(env: tuple[tuple[str, str], ...]) -> Card | None:
         return None
     size_mib, name = min(sized_cards)
     return Card(name, size_mib << 20)
+
+
+def peak_flops_of(config: RunConfig, env: Mapping[str, str]) -> float | None:
+    """Returns the dense bfloat16 peak of the GPUs that the ranks will have; None where it is not known.
+
+    Args:
+        config: the run's; without `cluster.gpu_type`, H100s are assumed on a cluster.
+        env: environment, for looking at local GPUs.
+    """
+    card = card_of(config, env)
+    if card is None:
+        return None
+    if not card.name:
+        return _ASSUMED_PEAK
+    words = set(re.findall(r"[a-z0-9]+", card.name.lower()))
+    return next((peak for name, peak in PEAK_FLOPS.items() if set(name.lower().split()) <= words), None)
 
 
 def has_gpus(config: RunConfig, env: Mapping[str, str]) -> bool:

@@ -67,6 +67,15 @@ def settle_parallel(config: RunConfig, world: World, env: Mapping[str, str]) -> 
         return config, f"does not fit: {needed}; leave parallel.dp_replicate and dp_shard out, or see `plan --suggest`"
     ways = list(_ways(config, world, shown, half=half, is_range=is_range))
     fitting = [way for way in ways if way.memory_bytes <= USABLE * card.memory_bytes]
+    for cp in _degrees_of_context(config, world) if not fitting else ():
+        # Sequences that no rank has room for: each rank gets a part of the positions.
+        cut = replace(config, parallel=replace(section, cp=cp))
+        by_context = _ways(
+            cut, world, solve_layout(cut.parallel, world_size=world.num_ranks), half=half, is_range=False
+        )
+        fitting = [way for way in by_context if way.memory_bytes <= USABLE * card.memory_bytes]
+        if fitting:
+            break
     if not fitting:
         least = min([typed, *ways], key=lambda way: way.memory_bytes)
         return least.config, (
@@ -76,6 +85,14 @@ def settle_parallel(config: RunConfig, world: World, env: Mapping[str, str]) -> 
     slowest = (1 + ALIKE) * min(way.slowness for way in fitting)
     chosen = next(way for way in _fastest_of_each(fitting) if way.slowness <= slowest)
     return chosen.config, f"{_in_words(chosen, typed)}, since {needed}; this one {byte_size(chosen.memory_bytes)}"
+
+
+def _degrees_of_context(config: RunConfig, world: World) -> list[int]:
+    """Returns the degrees of context parallelism to try: within a node, if none was typed and the data can be cut."""
+    if config.parallel.cp != 1 or world.node_counts or (config.data or {}).get("document_mask"):
+        return []
+    ranks = world.ranks_per_node[0]
+    return [cp for cp in range(2, ranks + 1) if world.is_even and ranks % (cp * config.parallel.tp) == 0]
 
 
 def _fastest_of_each(ways: list[_Way]) -> list[_Way]:
@@ -142,7 +159,8 @@ def _in_words(way: _Way, typed: _Way) -> str:
     """Returns what is chosen, e.g. "parallel.dp_shard=8 (FSDP2), batch.local_size=1"."""
     config = way.config
     old = typed.config
-    parts = [f"parallel.dp_shard={way.shards}"] if way.shards > 1 else []
+    parts = [f"parallel.cp={config.parallel.cp}"] if config.parallel.cp != old.parallel.cp else []
+    parts += [f"parallel.dp_shard={way.shards}"] if way.shards > 1 else []
     if config.parallel.activation_checkpointing != old.parallel.activation_checkpointing:
         parts.append(f"parallel.activation_checkpointing={config.parallel.activation_checkpointing}")
     if config.batch.local_size != old.batch.local_size:

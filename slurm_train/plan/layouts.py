@@ -1,7 +1,9 @@
 """How fast the shipped GPT would train in a layout, and which layouts fit into a cluster. Imports no torch.
 
-The model of speed knows arithmetic, links, a pipeline's idle time and what is computed again. It puts layouts into an
-order and does not predict seconds: kernels, latency and a busy network are not in it, and it was never fitted to GPUs.
+The model of speed knows arithmetic, links, a pipeline's idle time and what is computed again; kernels, latency and a
+busy network are not in it. `FLOPS` and `_CUT` are fitted to 14 published runs of 1 to 32 H200 (KempnerForge,
+benchmarks/mfu_scaling, 2026-04-05): the model gives 0.94 to 1.23 times their speeds (`tests/plan/test_published.py`).
+That order is what it is for; `expected_tokens_per_s` is what a run may expect.
 Traffic is what one rank sends in one step with ring algorithms, 2 (n - 1) / n of a buffer for an all-reduce and half of
 it for a gather or a scatter.
 """
@@ -9,20 +11,28 @@ it for a gather or a scatter.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from slurm_train.config.batch import BatchPlan, solve_batch
-from slurm_train.config.parallel import AXES, ParallelLayout
+from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.plan.memory import FLOAT, LayoutFacts, facts_of, fullest_rank
-from slurm_train.plan.placement import World, check_pipeline, pipeline_bubble, plan_layout, spans_nodes
+from slurm_train.plan.placement import World, check_pipeline, pipeline_bubble, plan_layout, ranks_on_node, spans_nodes
 
-FLOPS = 400e12
-"""Floating-point operations per second of a device in practice; about 40 % of an H100's bfloat16 peak."""
+FLOPS = 650e12
+"""Floating-point operations per second of the fastest published runs; 66 % of an H100's or H200's bfloat16 peak."""
+_FLOPS_OF_PEAK = 989e12
+"""That peak."""
+_CUT = 1.3
+"""How much longer a rank computes where its matrices are cut (tp): narrower products, and sums that wait."""
+_EXPECTED = 0.57
+"""Part of the model's speed that public runs on H100 have: torchtitan's Llama 3 8B, llm.c's GPT-2 124M. Those on H200,
+with more power and bandwidth, have 0.6 to 1."""
+_FLOAT8 = 1.28
+"""How much faster products in float8 make a step: torchtitan's Llama 3 8B, 8,532 tokens/s in place of 6,667."""
 INSIDE_NODE = 300e9
 """Bytes per second that a device sends to its node's other devices."""
 BETWEEN_NODES = 40e9
@@ -88,11 +98,32 @@ def slowness(facts: LayoutFacts) -> float:
     if recompute == "alternate":
         # The forward pass is a third of a step.
         again += facts.shape.repeated_part / 3
+    if facts.layout.tp > 1:
+        again *= _CUT
     return again * (1 + _ROWS_AT_HALF_SPEED / facts.tokens)
 
 
-def tokens_per_s(facts: LayoutFacts, world: World) -> float:
-    """Returns the tokens of all ranks together per second."""
+def expected_tokens_per_s(facts: LayoutFacts, world: World, *, peak_flops: float, in_float8: bool) -> float:
+    """Returns what a run may expect, where nothing was measured: tokens of all ranks together per second.
+
+    Args:
+        facts: of the run.
+        world: its ranks.
+        peak_flops: of one device in bfloat16, dense.
+        in_float8: whether the products of blocks are in float8.
+    """
+    modelled = tokens_per_s(facts, world, flops=FLOPS * peak_flops / _FLOPS_OF_PEAK)
+    return modelled * _EXPECTED * (_FLOAT8 if in_float8 else 1.0)
+
+
+def tokens_per_s(facts: LayoutFacts, world: World, *, flops: float = FLOPS) -> float:
+    """Returns the tokens of all ranks together per second, by the model alone.
+
+    Args:
+        facts: of the run.
+        world: its ranks.
+        flops: operations per second of a device.
+    """
     shape = facts.shape
     layout = facts.layout
     batch = facts.batch
@@ -101,15 +132,14 @@ def tokens_per_s(facts: LayoutFacts, world: World) -> float:
     # Six operations per number of a matrix; attention's two products look back half a sequence on average.
     operations = tokens * (6 * matrices + 6 * shape.num_layers * facts.positions * shape.width)
     share = facts.blocks(0) * layout.pp / shape.num_layers  # of the stage that has most
-    compute_s = operations * slowness(facts) * share / (layout.world_size * FLOPS)
+    compute_s = operations * slowness(facts) * share / (layout.world_size * flops)
     waits = 0.0
     hidden = 0.0
     for axis, num_bytes in traffic(facts).items():
         sending_s = num_bytes / INSIDE_NODE
         if spans_nodes(layout, world, axis):
             # Of a group with several ranks on a node each carries a part to other nodes.
-            distance = math.prod(layout.degrees[AXES.index(axis) + 1 :])
-            on_node: int = min(max(1, world.ranks_per_node[0] // distance), getattr(layout, axis))
+            on_node = ranks_on_node(layout, world, axis)
             sending_s = max(sending_s if on_node > 1 else 0.0, num_bytes / (on_node * BETWEEN_NODES))
         if axis in ("dp_shard", "dp_replicate"):
             hidden += sending_s

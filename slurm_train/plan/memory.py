@@ -106,6 +106,16 @@ class GptShape(GptSection):
         """Numbers in the whole model."""
         return self.num_layers * self.block_parameters(tp=1) + self.end_parameters(is_first=True, is_last=True)
 
+    def operations_per_token(self, positions: int) -> float:
+        """Floating-point operations of a forward and a backward pass, as `mfu_6n_12ltc` counts them.
+
+        Args:
+            positions: of a sequence.
+        """
+        looked_up = 0 if self.tied else self.vocab_size * self.width
+        looked_up += self.context * self.width if self.positions == "learned" else 0
+        return 6.0 * (self.parameters - looked_up) + 12.0 * self.num_layers * positions * self.width
+
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the tables that positions are looked up in."""

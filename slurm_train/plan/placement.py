@@ -452,6 +452,13 @@ def spans_nodes(layout: ParallelLayout, world: World, axis: str) -> bool:
     return any(_num_places(group, node_of_rank) > 1 for group in layout.groups((axis,)))
 
 
+def ranks_on_node(layout: ParallelLayout, world: World, axis: str) -> int:
+    """Returns how many ranks of a group of an axis are on one node, at least 1."""
+    distance = math.prod(layout.degrees[AXES.index(axis) + 1 :])
+    degree: int = getattr(layout, axis)
+    return min(max(1, world.ranks_per_node[0] // distance), degree)
+
+
 def _num_places(ranks: Iterable[int], place_of_rank: Sequence[int | str]) -> int:
     """Returns over how many nodes, switches or blocks some ranks are spread."""
     return len({place_of_rank[rank] for rank in ranks})

@@ -16,8 +16,8 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import ClusterSection, OptimSection, RunConfig, RunSection
 from slurm_train.errors import SlurmTrainError
 from slurm_train.formatting import byte_size, duration, number
-from slurm_train.plan.cards import has_gpus, in_half
-from slurm_train.plan.layouts import traffic
+from slurm_train.plan.cards import has_gpus, in_half, peak_flops_of
+from slurm_train.plan.layouts import expected_tokens_per_s, traffic
 from slurm_train.plan.memory import (
     FLOAT,
     LayoutFacts,
@@ -28,7 +28,7 @@ from slurm_train.plan.memory import (
     num_averages,
     param_size,
 )
-from slurm_train.plan.placement import spans_nodes
+from slurm_train.plan.placement import ranks_on_node, spans_nodes
 from slurm_train.plan.plan import RunPlan
 from slurm_train.rundir.files import last_lines
 from slurm_train.rundir.lookup import is_own, list_runs
@@ -39,6 +39,11 @@ from slurm_train.slurm.job_limits import Demand, limits_in_partitions, longest_l
 from slurm_train.slurm.policy import Preemption, expedites_requeues, return_in_words, returning_codes_in_words
 from slurm_train.slurm.site import SiteFacts, default_qos, preemption_in
 
+_GIB = 1 << 30
+_LITTLE_HOST = 8 * _GIB
+"""Any node has so much to spare."""
+_RANK_HOST = 6 * _GIB
+"""Host memory of a rank beside its copy: Python, CUDA, NCCL, compilation."""
 _MOST_KINDS = 3
 _MOST_RUNS = 20
 _MOST_LINES = 50
@@ -46,11 +51,11 @@ _MOST_LINES = 50
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A measured step time."""
+    """A step time."""
 
     step_s: float
     source: str
-    """The run it was measured in, e.g. "gpt-stdlib/5d2030c7"."""
+    """The run it was measured in, e.g. "gpt-stdlib/5d2030c7"; "" where a formula gives it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +77,9 @@ class Cost:
         if self.per_attempt_h is not None:
             parts.append(f"at most {number(self.per_attempt_h, 2)} per attempt ({self.limit_min} min)")
         if self.left_h is not None and self.speed is not None:
-            measured = f"{self.speed.step_s:.3g} s a step in {self.speed.source}"
-            parts.append(f"about {number(self.left_h, 2)} for {self.left_steps} steps (estimate: {measured})")
+            where = f"in {self.speed.source}" if self.speed.source else "by a formula, not measured"
+            estimate = f"{self.speed.step_s:.3g} s a step {where}"
+            parts.append(f"about {number(self.left_h, 2)} for {self.left_steps} steps (estimate: {estimate})")
         return "; ".join(parts) or "not known: no time limit is set, and no run like it was measured"
 
 
@@ -141,7 +147,11 @@ class PlanEstimate:
     memory_note: str
     """Why the memory is not known, or what is missing from it; "" if nothing."""
     save_bytes: int = 0
-    """Copy that a background save writes from; in the host's memory."""
+    """Copy of a rank's part that a background save writes from; in the host's memory."""
+    host: str = ""
+    """What saves take of a node's memory, and of the job's; "" where they take little."""
+    speed: str = ""
+    """What the run may expect, "" where it is known better or not at all."""
     sends: str = ""
     """What the rank sends in a step, "" for whole replicas and where it is not known."""
     cost: Cost
@@ -167,7 +177,9 @@ class PlanEstimate:
         rows = {
             "torch.compile": "yes, in the first step of each attempt" if self.compiles else "",
             "memory": "; ".join(filter(None, (self._memory_text(), self.memory_note))),
+            "host memory": self.host,
             "sends": self.sends,
+            "speed": self.speed,
             self.cost_unit: self.cost.in_words if self.returns or self.cost.left_h is not None else "",
             "comes back": self.returns,
             "lost at worst": self.loss.in_words if self.loss is not None and self.returns else "",
@@ -203,6 +215,8 @@ class PlanEstimate:
             "compiles": self.compiles,
             "memory": memory,
             "memory_note": self.memory_note,
+            "host_memory": self.host,
+            "speed": self.speed,
             "cost": {"unit": self.cost_unit, **asdict(self.cost)},
             "comes_back": self.returns,
             "worst_loss": None if self.loss is None else self.loss.as_json(),
@@ -228,7 +242,10 @@ def estimate_run(
     config = plan.config
     on_gpu = has_gpus(plan.config, env)
     limit_min, preemption, remarks = _site_policy(config, facts)
-    cost = estimate_cost(plan, limit_min=limit_min)
+    half = in_half(config, on_gpu=on_gpu)
+    expected = expected_speed(plan, half=half, env=env) if on_gpu else None
+    cost = estimate_cost(plan, limit_min=limit_min, expected=None if expected is None else expected.step)
+    is_measured = expected is None or cost.speed is not expected.step
     returns = ""
     if config.uses_cluster and not config.is_submitted:
         returns = "not by itself (launch=interactive); the same words continue it"
@@ -243,7 +260,8 @@ def estimate_run(
     return PlanEstimate(
         on_gpu=on_gpu,
         compiles=plan.program.used.train.compiles(on_gpu=on_gpu),
-        **_memory(plan, half=in_half(config, on_gpu=on_gpu), on_gpu=on_gpu, measured=measured),
+        **_memory(plan, half=half, on_gpu=on_gpu, measured=measured),
+        speed="" if expected is None or is_measured else expected.in_words,
         cost=cost,
         returns=returns,
         loss=worst_loss(plan, preemption=preemption, step_s=step_s, limit_min=limit_min)
@@ -272,6 +290,7 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
         trained = facts.param_size * facts.shape.parameters
         other = facts.shape.buffer_bytes
         fields = _computed(plan, facts, kind=kind)
+        optimizer_bytes = _optimizer_bytes(facts)
     elif not plan.layout.is_replicated:
         return {"memory_note": "no formula for this model in a layout; only the shipped GPT has one"}
     elif measured is None:
@@ -285,14 +304,79 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
         other = measured["other_bytes"]
         memory = measured_memory(measured, accumulation=batch.accumulation, averages=_averages_in_kind(config))
         fields = {"memory": memory, "memory_source": f"measured, {kind}"}
-    copies = plan.layout.is_replicated and config.checkpoint.background and config.checkpoint.every_steps is not None
-    saved = (1 + _averages_in_kind(config)) * trained + fields["memory"].optimizer_bytes + other
+        optimizer_bytes = memory.optimizer_bytes
+    copies = config.checkpoint.background and config.checkpoint.every_steps is not None
+    saved = (1 + _averages_in_kind(config)) * trained + optimizer_bytes + other if copies else 0
+    # Each rank copies the part that it writes: shards, and equal parts of what several ranks hold.
+    save_bytes = -(-saved // plan.world.num_ranks)
     return {
         **fields,
         "memory_note": "; ".join(notes),
-        "save_bytes": saved if copies else 0,
+        "save_bytes": save_bytes,
+        "host": _host_text(plan, save_bytes) if on_gpu else "",
         "optimizer": " and ".join(_optimizers(config)),
     }
+
+
+def _host_text(plan: RunPlan, save_bytes: int) -> str:
+    """Returns what saves take of a node's memory, and whether the job has as much; "" where that is little."""
+    num_ranks = max(plan.world.ranks_per_node)
+    copy_bytes = save_bytes * num_ranks
+    if copy_bytes < _LITTLE_HOST:
+        return ""
+    text = f"{byte_size(copy_bytes)} per node for the copy that saves are written from"
+    cluster = plan.config.slurm
+    needed_gb = math.ceil((copy_bytes + num_ranks * _RANK_HOST) / _GIB / 8) * 8
+    asked_gb = cluster.memory_gb_per_node
+    if asked_gb is None and cluster.memory_gb_per_gpu is not None:
+        asked_gb = cluster.memory_gb_per_gpu * num_ranks
+    if not plan.config.uses_cluster or asked_gb == 0:
+        return text
+    if asked_gb is None:
+        return f"{text}; if the partition gives less, ask for cluster.memory_gb_per_node={needed_gb}"
+    if asked_gb >= needed_gb:
+        return f"{text}, of the {asked_gb} GiB of the job"
+    return f"{text}, too much for the {asked_gb} GiB of the job: ask for cluster.memory_gb_per_node={needed_gb}"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedSpeed:
+    """What a run may expect where nothing was measured."""
+
+    step: Speed
+    in_words: str
+    """One line, e.g. "about 6,900 tokens/s a GPU, 0.41 of the peak; not measured here"."""
+
+
+def expected_speed(plan: RunPlan, *, half: bool, env: Mapping[str, str]) -> ExpectedSpeed | None:
+    """Returns what a formula expects of a run on GPUs; None for other models, float32, and cards that are not known.
+
+    The part of the peak is `mfu_6n_12ltc` (docs/how-fast.md).
+
+    Args:
+        plan: the run.
+        half: whether matrix products are in a type of two bytes.
+        env: environment, for looking at local GPUs.
+    """
+    peak_flops = peak_flops_of(plan.config, env)
+    facts = facts_of(plan.config, plan.layout, plan.batch, half=half)
+    if facts is None or peak_flops is None or not half:
+        return None
+    in_float8 = plan.config.train.precision == "fp8"
+    tokens_per_s = expected_tokens_per_s(facts, plan.world, peak_flops=peak_flops, in_float8=in_float8)
+    per_gpu = tokens_per_s / plan.world.num_ranks
+    part = per_gpu * facts.shape.operations_per_token(facts.positions) / peak_flops
+    step_s = plan.batch.global_size * facts.positions / tokens_per_s
+    return ExpectedSpeed(
+        step=Speed(step_s, ""),
+        in_words=f"about {float(f'{per_gpu:.2g}'):,.0f} tokens/s a GPU, {part:.2f} of the peak; not measured here",
+    )
+
+
+def _optimizer_bytes(facts: LayoutFacts) -> int:
+    """Returns the bytes that the optimizer keeps of the whole model."""
+    layout = facts.layout
+    return facts.param_size * layout.tp * sum(facts.kept_by_optimizer(stage) for stage in range(layout.pp))
 
 
 def _computed(plan: RunPlan, facts: LayoutFacts, *, kind: str) -> dict[str, Any]:
@@ -302,8 +386,13 @@ def _computed(plan: RunPlan, facts: LayoutFacts, *, kind: str) -> dict[str, Any]
     rank = f"rank of stage {stage}" if layout.pp > 1 else "rank"
     sent = []
     for axis, num_bytes in traffic(facts).items():
-        links = "between" if spans_nodes(layout, plan.world, axis) else "inside"
-        sent.append(f"{byte_size(num_bytes)} along {axis} ({links} nodes)")
+        text = f"{byte_size(num_bytes)} along {axis}"
+        if not spans_nodes(layout, plan.world, axis):
+            sent.append(f"{text} (inside nodes)")
+            continue
+        # The last of the ranks of a group on a node sends to another node, the others to each other.
+        on_node = ranks_on_node(layout, plan.world, axis)
+        sent.append(f"{text} (between nodes: {byte_size(num_bytes // on_node)} per GPU of a node)")
     sends = "" if layout.is_replicated else f"per {rank} and step: {', '.join(sent)} (formula)"
     return {"memory": memory, "rank": rank, "memory_source": f"formula, {kind}", "sends": sends}
 
@@ -366,14 +455,15 @@ def preemption_of(config: RunConfig, facts: SiteFacts) -> Preemption | None:
     return preemption_in(facts, qos, partition) if facts.settings else None
 
 
-def estimate_cost(plan: RunPlan, *, limit_min: int | None) -> Cost:
+def estimate_cost(plan: RunPlan, *, limit_min: int | None, expected: Speed | None = None) -> Cost:
     """Returns what a run may cost.
 
     Args:
         plan: the run.
         limit_min: time limit of an attempt, its own or the partition's; None if unlimited or not known.
+        expected: its speed where none was measured.
     """
-    speed = measured_speed(plan)
+    speed = measured_speed(plan) or expected
     # Runs that share a GPU share its hours.
     num_gpus = plan.num_devices / plan.config.sweep.runs_per_gpu
     left_steps = None

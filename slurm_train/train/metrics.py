@@ -9,33 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slurm_train.plan.cards import PEAK_FLOPS
+
 _READ_GPU_EVERY_S = 2.0
-PEAK_FLOPS = {
-    "GB300": 2500e12,
-    "GB200": 2500e12,
-    "B300": 2250e12,
-    "B200": 2250e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H20": 148e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "V100": 125e12,
-    "MI355X": 2500e12,
-    "MI350X": 2300e12,
-    "MI325X": 1307e12,
-    "MI300X": 1307e12,
-    "MI300A": 980e12,
-    "MI250X": 191.5e12,
-    "MI250": 181e12,
-    "MI210": 181e12,
-}
-"""Dense bfloat16 peaks per second, from the vendors' data sheets, where half of what is given with sparsity counts. The
-first name of which all words are in the device's own is taken. ROCm shows a MI250 as two devices, each of half of it.
-"""
 
 
 class GpuReader:
@@ -105,9 +81,9 @@ def flops_per_token(model: nn.Module, *, positions: int = 0) -> tuple[float, flo
     The first number is six per weight of a matrix product. A frozen weight has no gradient of its own and counts four,
     one before all that is trained (in the order of the parameters) no backward pass and two. Attention's own products
     do not count, nor does an embedding that is only looked up; a tied embedding counts, since the output layer
-    multiplies by it. The second number is 6 N + 12 L T C, as in papers and in torchtitan: N are all parameters, the
-    other term is attention's products in L layers of width C over T positions. It is 0 where the model does not define
-    `attention_width`, which is L x C.
+    multiplies by it. The second number is 6 N + 12 L T C: N are all parameters but embeddings that are only looked up,
+    as torchtitan and nanochat count them, the other term is attention's products in L layers of width C over T
+    positions. It is 0 where the model does not define `attention_width`, which is L x C.
 
     Args:
         model: the whole model.
@@ -120,10 +96,12 @@ def flops_per_token(model: nn.Module, *, positions: int = 0) -> tuple[float, flo
     num_parameters = 0
     is_trained_before = False
     for parameter in model.parameters():
-        num_parameters += parameter.numel()
         is_trained_before = is_trained_before or parameter.requires_grad
         is_looked_up = id(parameter) in looked_up
-        if parameter.dim() < 2 or (is_looked_up and id(parameter) not in multiplied):
+        if is_looked_up and id(parameter) not in multiplied:
+            continue
+        num_parameters += parameter.numel()
+        if parameter.dim() < 2:
             continue
         # A tied embedding is multiplied in the output layer, behind all others.
         per_frozen_weight = 4 if is_trained_before or is_looked_up else 2

@@ -70,6 +70,16 @@ def test_what_is_typed_or_not_known_stays_and_is_only_judged(config: RunConfig, 
     assert why.startswith(said) if said else not why
 
 
+def test_a_context_that_no_rank_has_room_for_is_cut() -> None:
+    long = config_of("llama3-8b", context=131_072)
+    long = replace(long, model={**(long.model or {}), "context": 131_072})
+    layout, chosen, why = settled(long, 1)
+    assert layout == ParallelLayout(dp_shard=4, cp=2) and why.startswith("parallel.cp=2, parallel.dp_shard=4")
+    assert chosen.parallel.activation_checkpointing == "full" and chosen.batch.local_size == 1
+    masked = replace(long, data={**(long.data or {}), "document_mask": True})
+    assert settled(masked, 1)[2].startswith("does not fit: ")
+
+
 def test_what_fits_in_no_way_is_tried_in_the_smallest_and_said() -> None:
     layout, chosen, why = settled(config_of("llama3-70b"), 1)
     assert layout == ParallelLayout(dp_shard=8) and chosen.parallel.activation_checkpointing == "full"

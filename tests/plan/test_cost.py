@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from slurm_train.assets import read_asset
 from slurm_train.config.frozen import dump_config
 from slurm_train.plan.plan import RunPlan
-from slurm_train.plan.speed import Speed, estimate_cost, measured_speed, worst_loss
+from slurm_train.plan.speed import Speed, estimate_cost, estimate_run, measured_speed, worst_loss
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.policy import Preemption
 from tests.support.plans import make_plan
@@ -110,3 +112,31 @@ def test_what_is_lost_by_preemption_depends_on_the_grace_and_the_longest_save(tm
     # Steps that are taken during a save are lost with a node as well.
     found = loss(tmp_path, preemption=SHORT, step_s=0.5)
     assert found.startswith("106 steps (about 53 s) with a lost node; nothing by") and "20 s (so far 3.0 s)" in found
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        ({}, "if the partition gives less, ask for cluster.memory_gb_per_node=144"),
+        ({"memory_gb_per_node": 64}, "too much for the 64 GiB of the job: ask for cluster.memory_gb_per_node=144"),
+        ({"memory_gb_per_gpu": 32}, "of the 256 GiB of the job"),
+        ({"memory_gb_per_node": 0}, "for the copy that saves are written from"),
+    ],
+)
+def test_speed_and_host_memory_are_said_of_a_run_that_was_never_made(
+    tmp_path: Path, cluster: dict[str, int], said: str
+) -> None:
+    plan = make_plan(
+        tmp_path,
+        model=yaml.safe_load(read_asset("conf/model", "llama3-8b.yaml")),
+        data={"_target_": "slurm_train.data.text.build", "context": 8192, "path": "text"},
+        batch={"global_size": 32, "local_size": 1},
+        parallel={"dp_shard": 8},
+        cluster={"nodes": 1, "gpus_per_node": 8, "gpu_type": "h100", **cluster},
+    )
+    rows = dict(estimate_run(plan, facts=None, env={}).rows())
+    assert rows["host memory"].startswith("89.8 GiB per node") and rows["host memory"].endswith(said)
+    assert rows["speed"] == "about 7,000 tokens/s a GPU, 0.41 of the peak; not measured here"
+    assert "by a formula, not measured" in rows["GPU-hours"]
+    write_run(plan, plan.run, 5.0)
+    assert "speed" not in dict(estimate_run(plan, facts=None, env={}).rows())

@@ -54,7 +54,7 @@ def test_layouts_fit_and_typed_are_what_was_meant() -> None:
         ("gpt2-124m", "auto", ParallelLayout(dp_replicate=64)),
         ("llama3-8b", "auto", ParallelLayout(dp_shard=64)),
         ("llama3-70b", "float32", ParallelLayout(dp_shard=16, tp=4)),
-        ("llama3-70b", "auto", ParallelLayout(dp_shard=16, tp=4)),
+        ("llama3-70b", "auto", ParallelLayout(dp_shard=64)),
     ],
 )
 def test_the_best_for_published_shapes_is_what_is_in_use(name: str, gather_dtype: Any, layout: ParallelLayout) -> None:
