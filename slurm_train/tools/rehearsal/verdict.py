@@ -343,8 +343,9 @@ def _began_anew(row: Row, course: Course, *, has_joined: bool) -> Row:
     if first.killed_by_notice:
         return replace(row, is_good=False, advice=_IGNORES, see=LINES)
     if row.key in ("killed", "save") and has_joined:
-        advice = "it saves only when it is asked to: save every N steps as well (`training.is_due(step)`)"
-        return replace(row, is_good=False, advice=advice, see=LINES)
+        # It may save at every thousandth step, or only when it is asked to.
+        fact = "it had not saved yet: more --steps, or saves more often, would tell (docs/rehearse.md)"
+        return replace(row, is_good=None, facts=(*row.facts, fact))
     return replace(row, is_good=False, advice="it had saved nothing by then: add the session's lines", see=LINES)
 
 

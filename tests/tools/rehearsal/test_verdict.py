@@ -139,6 +139,11 @@ def test_a_run_that_never_starts_again_is_quoted(error: str, facts: dict[str, ob
     assert error in row.advice and advice in row.advice
 
 
+def test_a_kill_before_the_first_save_of_a_program_of_the_session_says_nothing() -> None:
+    row = row_of(FIRST, replace(SECOND, marks={REPORTS: marks(range(1, 6))}), key="killed", has_joined=True)
+    assert row.is_good is None and any("not saved yet" in fact for fact in row.facts)
+
+
 def test_a_run_that_is_finished_by_the_stop_has_ended_too_early() -> None:
     row = row_of(replace(FIRST, is_finished=True, exit_code=0), None)
     assert (row.is_good, row.came_back) == (False, "ended with 0 at step 8 of 60")
