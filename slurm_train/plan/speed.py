@@ -44,6 +44,8 @@ _LITTLE_HOST = 8 * _GIB
 """Any node has so much to spare."""
 _RANK_HOST = 6 * _GIB
 """Host memory of a rank beside its copy: Python, CUDA, NCCL, compilation."""
+_LEAST_PASS_S = 0.02
+"""A micro-batch that takes a GPU less time than this may wait for the host, which is in no formula."""
 _MOST_KINDS = 3
 _MOST_RUNS = 20
 _MOST_LINES = 50
@@ -351,6 +353,8 @@ class ExpectedSpeed:
 def expected_speed(plan: RunPlan, *, half: bool, env: Mapping[str, str]) -> ExpectedSpeed | None:
     """Returns what a formula expects of a run on GPUs; None for other models, float32, and cards that are not known.
 
+    Nor for small models, whose speed is the host's.
+
     The part of the peak is `mfu_6n_12ltc` (docs/how-fast.md).
 
     Args:
@@ -367,6 +371,8 @@ def expected_speed(plan: RunPlan, *, half: bool, env: Mapping[str, str]) -> Expe
     per_gpu = tokens_per_s / plan.world.num_ranks
     part = per_gpu * facts.shape.operations_per_token(facts.positions) / peak_flops
     step_s = plan.batch.global_size * facts.positions / tokens_per_s
+    if step_s / plan.batch.accumulation < _LEAST_PASS_S:
+        return None
     return ExpectedSpeed(
         step=Speed(step_s, ""),
         in_words=f"about {float(f'{per_gpu:.2g}'):,.0f} tokens/s a GPU, {part:.2f} of the peak; not measured here",
@@ -387,12 +393,13 @@ def _computed(plan: RunPlan, facts: LayoutFacts, *, kind: str) -> dict[str, Any]
     sent = []
     for axis, num_bytes in traffic(facts).items():
         text = f"{byte_size(num_bytes)} along {axis}"
-        if not spans_nodes(layout, plan.world, axis):
-            sent.append(f"{text} (inside nodes)")
-            continue
-        # The last of the ranks of a group on a node sends to another node, the others to each other.
-        on_node = ranks_on_node(layout, plan.world, axis)
-        sent.append(f"{text} (between nodes: {byte_size(num_bytes // on_node)} per GPU of a node)")
+        links = "inside nodes"
+        if spans_nodes(layout, plan.world, axis):
+            # In a ring only the last of a group's ranks on a node sends to another node.
+            on_node = ranks_on_node(layout, plan.world, axis)
+            links = "between nodes"
+            links += f": over the network {byte_size(num_bytes // on_node)} for each" if on_node > 1 else ""
+        sent.append(f"{text} ({links})")
     sends = "" if layout.is_replicated else f"per {rank} and step: {', '.join(sent)} (formula)"
     return {"memory": memory, "rank": rank, "memory_source": f"formula, {kind}", "sends": sends}
 
