@@ -155,6 +155,12 @@ def repeated_classes(tree: Tree) -> list[str]:
     ]
 
 
+def other_shares(tree: Tree) -> list[str]:
+    """Shares of a global batch that `BatchPlan.share` has not made."""
+    found = calls(tree, ("BatchShare",), rooms=(*ENGINE, "config", "plan"))
+    return [f"{module}:{call.lineno}" for module, call in found if module != "config.batch"]
+
+
 def vague_verbs(tree: Tree) -> list[str]:
     """Functions whose name does not say what is done: `check_` raises or gives notes, `find_` and `read_` return.
 
@@ -269,6 +275,7 @@ ROWS: dict[str, Rule] = {
     "what a data set is, one module knows": compared_targets,
     "a source describes itself": asked_attributes,
     "a class name is unique": repeated_classes,
+    "a batch is cut in one place": other_shares,
     "a verb says what is done": vague_verbs,
     "what is replaced in objects of others is listed": unlisted_replacements,
     "an adapter uses the public session": adapters_beyond_the_session,
@@ -303,6 +310,7 @@ BREACHES = [
         "start.a:1 names slurm_train.data.text.build",
     ),
     ("a class name is unique", "cli/a.py", "class A: pass\nclass A: pass\n", "A: cli.a, cli.a"),
+    ("a batch is cut in one place", "data/a.py", "BatchShare(rank=0, accumulation=1, shares=(8,))\n", "data.a:1"),
     ("a verb says what is done", "session/a.py", "class A:\n    def look(self): pass\n", "session.a:2 look"),
     ("a verb says what is done", "worker/a.py", "def _take(): pass\n", "worker.a:1 _take"),
     (

@@ -58,6 +58,16 @@ class BatchPlan:
         """Whether all micro-batches have one size."""
         return self.global_size == self.local_size * self.ranks * self.accumulation
 
+    def share(self, rank: int, *, sizes: Sequence[int] | None = None) -> BatchShare:
+        """Returns how one data-parallel rank shares the global batches.
+
+        Args:
+            rank: its place among the data-parallel ranks, from 0.
+            sizes: samples of a global batch for each rank; None: equally many, as far as that goes.
+        """
+        shares = cut_equally(self.global_size, self.ranks) if sizes is None else tuple(sizes)
+        return BatchShare(rank=rank, accumulation=self.accumulation, shares=shares)
+
     def grown(self, factor: int) -> BatchPlan:
         """Returns the plan of a step that takes so many global batches."""
         return replace(self, global_size=self.global_size * factor, accumulation=self.accumulation * factor)
@@ -70,6 +80,42 @@ class BatchPlan:
         smallest = self.global_size // (self.ranks * self.accumulation)
         local = str(self.local_size) if self.is_equal else f"{smallest} or {self.local_size}"
         return f"{self.global_size} = {local} local x {self.ranks} ranks x {self.accumulation} accumulation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShare:
+    """How one data-parallel rank shares the global batches."""
+
+    rank: int
+    """Place of this rank among the data-parallel ranks, from 0."""
+    accumulation: int
+    """Micro-batches of one optimizer step."""
+    shares: tuple[int, ...]
+    """Samples of a global batch for each rank; batches by length use only their number."""
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return len(self.shares)
+
+    @property
+    def num_parts(self) -> int:
+        """Micro-batches that a global batch is cut into over all ranks."""
+        return self.ranks * self.accumulation
+
+    @property
+    def micro_sizes(self) -> tuple[int, ...]:
+        """Samples of this rank's micro-batches of one step; not for batches by length."""
+        return cut_equally(self.shares[self.rank], self.accumulation)
+
+    @property
+    def work(self) -> float:
+        """This rank's samples of a global batch as a multiple of the mean."""
+        return self.shares[self.rank] * self.ranks / sum(self.shares)
+
+    def share_of(self, samples: int) -> int:
+        """Returns how many samples of whole global batches are this rank's; not for batches by length."""
+        return samples * self.shares[self.rank] // sum(self.shares)
 
 
 def cut_equally(total: int, num_parts: int) -> tuple[int, ...]:

@@ -14,14 +14,13 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from slurm_train.config.batch import cut_equally
+from slurm_train.config.batch import BatchPlan, BatchShare
 from slurm_train.data.mapstyle import KeyedData, KeyedNumber, keys_of
 from slurm_train.data.order import Int64Array, SampleOrder
 from slurm_train.data.source import Batch, Draw, SampleSource, StreamingSource
@@ -32,42 +31,6 @@ T = TypeVar("T")
 # Indices permuted in one call. One step at a time would cost 30 us a step; this many cost 0.1 ms once in many steps.
 _LOOKAHEAD_INDICES = 4096
 _LOOK_EVERY_S = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """How one data-parallel rank shares the global batches."""
-
-    rank: int
-    """Place of this rank among the data-parallel ranks, from 0."""
-    accumulation: int
-    """Micro-batches of one optimizer step."""
-    shares: tuple[int, ...]
-    """Samples of a global batch for each rank; batches by length use only their number."""
-
-    @property
-    def ranks(self) -> int:
-        """Data-parallel ranks."""
-        return len(self.shares)
-
-    @property
-    def num_parts(self) -> int:
-        """Micro-batches that a global batch is cut into over all ranks."""
-        return self.ranks * self.accumulation
-
-    @property
-    def micro_sizes(self) -> tuple[int, ...]:
-        """Samples of this rank's micro-batches of one step; not for batches by length."""
-        return cut_equally(self.shares[self.rank], self.accumulation)
-
-    @property
-    def work(self) -> float:
-        """This rank's samples of a global batch as a multiple of the mean."""
-        return self.shares[self.rank] * self.ranks / sum(self.shares)
-
-    def share_of(self, samples: int) -> int:
-        """Returns how many samples of whole global batches are this rank's; not for batches by length."""
-        return samples * self.shares[self.rank] // sum(self.shares)
 
 
 class GlobalBatches:
@@ -96,21 +59,21 @@ class GlobalBatches:
         """Returns the samples at consecutive positions, in the order of the batches, int64 (count,)."""
         return self._order.indices(first, count)
 
-    def draws(self, split: Split, *, start_samples: int) -> Iterator[Draw]:
+    def draws(self, share: BatchShare, *, start_samples: int) -> Iterator[Draw]:
         """Yields a rank's micro-batches from a position on, without end; many steps are permuted in one call."""
         global_size = self._global_size
-        assert sum(split.shares) == global_size, f"not the whole global batch: {split}"
-        share = split.shares[split.rank]
-        begin = sum(split.shares[: split.rank])
+        assert sum(share.shares) == global_size, f"not the whole global batch: {share}"
+        own = share.shares[share.rank]
+        begin = sum(share.shares[: share.rank])
         # At most one epoch ahead: a data set of a few samples would need the permutations of thousands of epochs.
-        num_steps = max(1, min(_LOOKAHEAD_INDICES // share, self._order.num_samples // global_size))
-        within = np.arange(share, dtype=np.int64) + begin
+        num_steps = max(1, min(_LOOKAHEAD_INDICES // own, self._order.num_samples // global_size))
+        within = np.arange(own, dtype=np.int64) + begin
         offsets = (np.arange(num_steps, dtype=np.int64)[:, None] * global_size + within).reshape(-1)
         while True:
             positions = offsets + start_samples
             indices = self._order.at(positions)
             start = 0
-            for size in split.micro_sizes * num_steps:
+            for size in share.micro_sizes * num_steps:
                 stop = start + size
                 yield Draw(indices[start:stop], positions[start:stop])
                 start = stop
@@ -162,7 +125,9 @@ class RankBatches:
                 hint=f"global_size has to be at least {num_ranks * max(accumulation, 1)}",
             )
         self._batches = GlobalBatches(order, global_size=global_size)
-        self._split = Split(rank=rank, accumulation=accumulation, shares=cut_equally(global_size, num_ranks))
+        largest = -(-global_size // (num_ranks * accumulation))
+        plan = BatchPlan(global_size=global_size, local_size=largest, ranks=num_ranks, accumulation=accumulation)
+        self._share = plan.share(rank)
         self._global_size = global_size
         self._steps = steps
         self._done = done
@@ -192,7 +157,7 @@ class RankBatches:
     def start(self) -> int:
         """Micro-batches of the present epoch that are done; without epochs, those of the whole training."""
         first, _ = self._span()
-        return max(self._done - first, 0) * self._split.accumulation
+        return max(self._done - first, 0) * self._share.accumulation
 
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch the next iterator reads, as of a sampler of torch.
@@ -218,7 +183,7 @@ class RankBatches:
         first, last = self._span()
         if self._per_epoch is None:
             first = max(first, self._done)
-        return max(last - first, 0) * self._split.accumulation
+        return max(last - first, 0) * self._share.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
         # A loader with workers asks for two iterators, and draws after the first.
@@ -237,8 +202,8 @@ class RankBatches:
             )
         first, last = self._span()
         first = max(first, self._done)
-        accumulation = self._split.accumulation
-        draws = self._batches.draws(self._split, start_samples=first * self._global_size)
+        accumulation = self._share.accumulation
+        draws = self._batches.draws(self._share, start_samples=first * self._global_size)
         for number, draw in enumerate(itertools.islice(draws, max(last - first, 0) * accumulation), start=1):
             numbers: list[int] = draw.indices.tolist()
             self.steps_given = first + number // accumulation

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slurm_train.config.batch import LEAST_SHARE
-from slurm_train.data.batches import GlobalBatches, Split
+from slurm_train.config.batch import LEAST_SHARE, BatchShare
+from slurm_train.data.batches import GlobalBatches
 from slurm_train.data.order import Int64Array, KeyedPermutation, SampleOrder
 from slurm_train.data.source import Draw, Lengths
 from slurm_train.errors import DataError
@@ -76,7 +76,7 @@ class LengthBatches(GlobalBatches):
             count = count - len(taken)
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
-    def draws(self, split: Split, *, start_samples: int) -> Iterator[Draw]:
+    def draws(self, share: BatchShare, *, start_samples: int) -> Iterator[Draw]:
         """Yields a rank's micro-batches: parts of about equal cost, neighbours in length."""
         samples = start_samples
         while True:
@@ -84,9 +84,9 @@ class LengthBatches(GlobalBatches):
             size = self.size_at(samples)
             ids = pool.ids[offset : offset + size]
             positions = pool.positions[offset : offset + size]
-            borders = cut_evenly(self._lengths_of(ids), split.num_parts)
-            for micro in range(split.accumulation):
-                part = micro * split.ranks + split.rank
+            borders = cut_evenly(self._lengths_of(ids), share.num_parts)
+            for micro in range(share.accumulation):
+                part = micro * share.ranks + share.rank
                 chosen = slice(borders[part], borders[part + 1])
                 yield Draw(ids[chosen], positions[chosen])
             samples += size

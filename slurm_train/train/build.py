@@ -44,7 +44,7 @@ from slurm_train.train.samples import (
     begin_stream,
     build_global_batches,
     build_samples,
-    build_split,
+    build_share,
     note_of_few,
     padding_for,
 )
@@ -252,13 +252,13 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
     rank.say(*notes, few)
 
     # The data from that position on.
-    split = build_split(rank, is_over=position.step >= max_steps)
+    share = build_share(rank, is_over=position.step >= max_steps)
     if isinstance(parts.train_data, StreamSource):
         begin_stream(
             rank,
             parts.train_data,
             batches,
-            split,
+            share,
             samples=position.samples,
             saved_samples=saved_samples,
             state=None if saver.stream is None else saver.stream.saved,
@@ -287,7 +287,7 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
         parts=parts,
         max_steps=max_steps,
         position=position,
-        samples=build_samples(rank, parts.train_data, batches, split, start_samples=position.samples),
+        samples=build_samples(rank, parts.train_data, batches, share, start_samples=position.samples),
         stepper=stepper,
         schedule=schedule,
         health=health,
@@ -295,7 +295,7 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
         saver=saver,
         stops=stops,
         progress=build_progress(
-            parts, stepper.passes, split, spent=spent, first_step=position.step, max_steps=max_steps
+            parts, stepper.passes, share, spent=spent, first_step=position.step, max_steps=max_steps
         ),
         callbacks=callbacks,
         start_up=StartUp(rank, parts.model, watched=saver.state.watched, compile_cache=compile_cache),

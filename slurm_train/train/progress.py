@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from slurm_train.data.batches import Split
+from slurm_train.config.batch import BatchShare
 from slurm_train.data.source import describe
 from slurm_train.distributed.pace import PaceProbe, WaitTimer
 from slurm_train.rundir.timing import Spent
@@ -190,7 +190,7 @@ class TrainingProgress(Progress):
 
 
 def build_progress(
-    parts: Parts, passes: Passes, split: Split, *, spent: Spent, first_step: int, max_steps: int
+    parts: Parts, passes: Passes, share: BatchShare, *, spent: Spent, first_step: int, max_steps: int
 ) -> TrainingProgress:
     """Returns the record of this attempt's steps."""
     rank = parts.rank
@@ -211,7 +211,7 @@ def build_progress(
         data_wait_s=data_wait_s,
         on_device=rank.device.type != "cpu",
         # Weights are meant to make up for the speed of a rank; batches by length are equal work.
-        work=split.work if batch.shares == "even" and not batch.by_length else 1.0,
+        work=share.work if batch.shares == "even" and not batch.by_length else 1.0,
         # None for DDP, which has timers of its own, and for one rank, which waits for nobody.
         waits=None if rank.layout.is_replicated else WaitTimer(rank.device, sees_functions=not rank.compiles),
     )

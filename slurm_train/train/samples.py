@@ -19,9 +19,9 @@ from torch import nn
 
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.state import can_pin
-from slurm_train.config.batch import cut_equally, num_batches, shares_by_weight, shares_in_words
+from slurm_train.config.batch import BatchShare, num_batches, shares_by_weight, shares_in_words
 from slurm_train.config.parallel import ParallelLayout
-from slurm_train.data.batches import BatchStream, GlobalBatches, MicroBatch, Prefetch, Split
+from slurm_train.data.batches import BatchStream, GlobalBatches, MicroBatch, Prefetch
 from slurm_train.data.build import ALLOW_WORLD_CHANGE, prefetch_depth
 from slurm_train.data.length_batches import LengthBatches
 from slurm_train.data.mapstyle import Padding
@@ -179,7 +179,7 @@ def build_global_batches(rank: Rank, source: SampleSource, position: Position) -
     return batches
 
 
-def build_split(rank: Rank, *, is_over: bool) -> Split:
+def build_share(rank: Rank, *, is_over: bool) -> BatchShare:
     """Returns which micro-batches of each global batch are this rank's. Collective where ranks have weights.
 
     Args:
@@ -190,15 +190,10 @@ def build_split(rank: Rank, *, is_over: bool) -> Split:
         BatchError: the weights do not fit the nodes and ranks of this attempt; on every rank alike.
     """
     weights = rank.config.batch.shares
-    if isinstance(weights, str) or rank.plan.ranks == 1 or is_over:
-        shares = cut_equally(rank.plan.global_size, rank.plan.ranks)
-    else:
-        shares = _weighted_shares(rank, weights)
-    return Split(
-        rank=rank.layout.data_parallel_index(rank.place.rank),
-        accumulation=rank.plan.accumulation,
-        shares=shares,
-    )
+    sizes = None
+    if not isinstance(weights, str) and rank.plan.ranks > 1 and not is_over:
+        sizes = _weighted_shares(rank, weights)
+    return rank.plan.share(rank.layout.data_parallel_index(rank.place.rank), sizes=sizes)
 
 
 def _weighted_shares(rank: Rank, weights: Sequence[float]) -> tuple[int, ...]:
@@ -269,7 +264,7 @@ def begin_stream(
     rank: Rank,
     stream: StreamSource,
     batches: GlobalBatches,
-    split: Split,
+    share: BatchShare,
     *,
     samples: int,
     saved_samples: int,
@@ -281,7 +276,7 @@ def begin_stream(
         rank: this rank.
         stream: the data.
         batches: the global batches of the run.
-        split: this rank's part of them.
+        share: this rank's part of them.
         samples: position of the run.
         saved_samples: position of the checkpoint; after a rollback the samples in between are passed over.
         state: state of the stream at the checkpoint; None at the beginning.
@@ -289,7 +284,7 @@ def begin_stream(
     Raises:
         DataError: the stream makes whole batches of another size than this rank's micro-batches.
     """
-    stream.require_batches_of(split.micro_sizes)
+    stream.require_batches_of(share.micro_sizes)
     if stream.reads_again:
         reason = f"the stream {stream.name} has no state that tells its next sample"
         if state is not None:
@@ -302,19 +297,21 @@ def begin_stream(
     stream.begin(
         samples=samples,
         state=state,
-        num_skipped=split.share_of(samples - saved_samples),
-        draws=partial(_draws_between, batches, split, rank.plan.global_size),
+        num_skipped=share.share_of(samples - saved_samples),
+        draws=partial(_draws_between, batches, share, rank.plan.global_size),
     )
 
 
-def _draws_between(batches: GlobalBatches, split: Split, global_size: int, first: int, last: int) -> Iterator[Draw]:
+def _draws_between(
+    batches: GlobalBatches, share: BatchShare, global_size: int, first: int, last: int
+) -> Iterator[Draw]:
     """Yields this rank's micro-batches between two numbers of global samples, of steps of equal size."""
     num_steps = (last - first) // global_size
-    return islice(batches.draws(split, start_samples=first), num_steps * split.accumulation)
+    return islice(batches.draws(share, start_samples=first), num_steps * share.accumulation)
 
 
 def build_samples(
-    rank: Rank, source: SampleSource, batches: GlobalBatches, split: Split, *, start_samples: int
+    rank: Rank, source: SampleSource, batches: GlobalBatches, share: BatchShare, *, start_samples: int
 ) -> Samples:
     """Returns the samples of a training from a position on; begins to read ahead where that is configured.
 
@@ -322,13 +319,13 @@ def build_samples(
         rank: this rank.
         source: the data.
         batches: the global batches of the run.
-        split: this rank's part of them.
+        share: this rank's part of them.
         start_samples: the position.
 
     Raises:
         ConfigError: they cannot be read ahead as configured.
     """
-    stream: Iterator[MicroBatch] = BatchStream(source, batches.draws(split, start_samples=start_samples))
+    stream: Iterator[MicroBatch] = BatchStream(source, batches.draws(share, start_samples=start_samples))
     depth = prefetch_depth(rank.config.data or {}, source)
     if depth:
         pins = rank.device.type == "cuda" and can_pin()

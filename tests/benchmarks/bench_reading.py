@@ -16,7 +16,8 @@ from itertools import islice
 import torch
 from torch.utils.data import Dataset
 
-from slurm_train.data.batches import BatchStream, GlobalBatches, Split
+from slurm_train.config.batch import BatchShare
+from slurm_train.data.batches import BatchStream, GlobalBatches
 from slurm_train.data.mapstyle import MapStyleSource
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.workers import AutoWorkers
@@ -45,7 +46,7 @@ def seconds(num_workers: int | AutoWorkers, *, sample_s: float, batches: int) ->
     start_s = time.perf_counter()
     source = MapStyleSource(Waits(sample_s), num_workers=num_workers, seed=5)
     order = GlobalBatches(SampleOrder(len(source), seed=1), global_size=MICRO_BATCH)
-    draws = order.draws(Split(rank=0, accumulation=1, shares=(MICRO_BATCH,)), start_samples=0)
+    draws = order.draws(BatchShare(rank=0, accumulation=1, shares=(MICRO_BATCH,)), start_samples=0)
     for _ in islice(BatchStream(source, draws), batches):
         pass
     return time.perf_counter() - start_s

@@ -16,13 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slurm_train.config.batch import cut_equally
+from slurm_train.config.batch import BatchShare, cut_equally
 from slurm_train.data.batches import (
     BatchStream,
     GlobalBatches,
     Prefetch,
     RankBatches,
-    Split,
     evaluation_batches,
     evaluation_indices,
 )
@@ -54,7 +53,7 @@ def read_steps(num_samples: int, *, shares: tuple[int, ...], accumulation: int, 
     batches = GlobalBatches(order, global_size=sum(shares))
     per_rank = []
     for rank in range(len(shares)):
-        split = Split(rank=rank, accumulation=accumulation, shares=shares)
+        split = BatchShare(rank=rank, accumulation=accumulation, shares=shares)
         stream = BatchStream(source, batches.draws(split, start_samples=start))
         own = list(islice(stream, steps * accumulation))
         assert all(np.array_equal(indices, tensors[0].numpy()) for indices, tensors in own)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_train.config.batch import cut_equally
-from slurm_train.data.batches import Split
+from slurm_train.config.batch import BatchShare, cut_equally
 from slurm_train.data.length_batches import LengthBatches, cut_evenly, evaluation_by_length
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.source import Draw
@@ -39,7 +38,7 @@ def steps_of(batches: LengthBatches, *, ranks: int, accumulation: int, steps: in
     """All micro-batches of each step, over all ranks."""
     found: list[list[Draw]] = [[] for _ in range(steps)]
     for rank in range(ranks):
-        split = Split(rank=rank, accumulation=accumulation, shares=cut_equally(GLOBAL_SIZE, ranks))
+        split = BatchShare(rank=rank, accumulation=accumulation, shares=cut_equally(GLOBAL_SIZE, ranks))
         drawn = list(islice(batches.draws(split, start_samples=start), steps * accumulation))
         for step in range(steps):
             found[step] += drawn[step * accumulation : (step + 1) * accumulation]

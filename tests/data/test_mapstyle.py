@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from slurm_train.data.batches import BatchStream, GlobalBatches, Split
+from slurm_train.config.batch import BatchShare
+from slurm_train.data.batches import BatchStream, GlobalBatches
 from slurm_train.data.mapstyle import MapStyleSource, Padding, default_fingerprint, pad
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.source import IGNORED, is_nested, map_tensors
@@ -46,7 +47,7 @@ class KillsItsWorker(Noisy):
 
 def read(source: MapStyleSource, *, local: int = 4, rank: int = 0, ranks: int = 1, count: int = 10) -> list[Any]:
     batches = GlobalBatches(SampleOrder(len(source), seed=1), global_size=local * ranks)
-    draws = batches.draws(Split(rank=rank, accumulation=1, shares=(local,) * ranks), start_samples=0)
+    draws = batches.draws(BatchShare(rank=rank, accumulation=1, shares=(local,) * ranks), start_samples=0)
     return list(islice(BatchStream(source, draws), count))
 
 

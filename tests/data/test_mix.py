@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from slurm_train.config.batch import cut_equally
+from slurm_train.config.batch import BatchShare, cut_equally
 from slurm_train.data import mix
-from slurm_train.data.batches import BatchStream, GlobalBatches, Split
+from slurm_train.data.batches import BatchStream, GlobalBatches
 from slurm_train.data.build import build_source
 from slurm_train.data.check import require_readable
 from slurm_train.data.mix import MixedSource
@@ -48,7 +48,7 @@ def mixed(**weights: float) -> MixedSource:
 
 def read(source: MixedSource, *, steps: int, rank: int = 0, ranks: int = 1, start: int = 0) -> list[int]:
     batches = GlobalBatches(SampleOrder(len(source), seed=5), global_size=20)
-    split = Split(rank=rank, accumulation=1, shares=cut_equally(20, ranks))
+    split = BatchShare(rank=rank, accumulation=1, shares=cut_equally(20, ranks))
     stream = BatchStream(source, batches.draws(split, start_samples=start))
     return [int(value) for _ in range(steps) for value in next(stream).tensors[0].flatten()]
 
@@ -94,7 +94,7 @@ def test_sources_that_are_read_by_workers_give_what_they_give_without() -> None:
         )
         assert isinstance(source, MixedSource) and describe(source).draws_at_random
         batches = GlobalBatches(SampleOrder(len(source), seed=1), global_size=8)
-        stream = BatchStream(source, batches.draws(Split(rank=0, accumulation=1, shares=(8,)), start_samples=0))
+        stream = BatchStream(source, batches.draws(BatchShare(rank=0, accumulation=1, shares=(8,)), start_samples=0))
         return [next(stream).tensors[0] for _ in range(12)]
 
     assert all(map(torch.equal, samples(0), samples(2)))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from slurm_train.data.batches import BatchStream, GlobalBatches, Split
+from slurm_train.config.batch import BatchShare
+from slurm_train.data.batches import BatchStream, GlobalBatches
 from slurm_train.data.build import build_source, prefetch_depth
 from slurm_train.data.mix import build as build_mix
 from slurm_train.data.stream import StreamSource
@@ -86,7 +87,7 @@ def started(stream: Any, *, samples: int = 0, state: dict[str, Any] | None = Non
 
 def read(source: StreamSource, count: int, *, samples: int = 0, local: int = 4) -> list[Any]:
     draws = GlobalBatches(source.order, global_size=local).draws(
-        Split(rank=0, accumulation=1, shares=(local,)), start_samples=samples
+        BatchShare(rank=0, accumulation=1, shares=(local,)), start_samples=samples
     )
     return [batch.tensors for batch in islice(BatchStream(source, draws), count)]
 
@@ -143,7 +144,7 @@ def in_lists(items: list[Any]) -> tuple[list[Any], ...]:
 def test_a_stream_of_lists_of_tensors_is_read_again() -> None:
     def begun(*, samples: int, state: dict[str, Any] | None) -> StreamSource:
         source = StreamSource(Boxes(), collate=in_lists, seed=1, rebuild=Boxes)
-        split = Split(rank=0, accumulation=1, shares=(4,))
+        split = BatchShare(rank=0, accumulation=1, shares=(4,))
         batches = GlobalBatches(source.order, global_size=4)
         source.begin(
             samples=samples,

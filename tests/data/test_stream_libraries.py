@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from slurm_train.data.batches import BatchStream, GlobalBatches, Split
+from slurm_train.config.batch import BatchShare
+from slurm_train.data.batches import BatchStream, GlobalBatches
 from slurm_train.data.source import Draw
 from slurm_train.data.stream import StreamSource, is_stream
 from slurm_train.errors import DataError
@@ -93,7 +94,7 @@ def web_dataset(folder: Path, shuffle: Callable[[Any], Any]) -> Any:
 
 def draws(first: int, last: int) -> Iterator[Draw]:
     batches = GlobalBatches(StreamSource(iter(())).order, global_size=LOCAL)
-    split = Split(rank=0, accumulation=1, shares=(LOCAL,))
+    split = BatchShare(rank=0, accumulation=1, shares=(LOCAL,))
     return islice(batches.draws(split, start_samples=first), (last - first) // LOCAL)
 
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from slurm_train.config.batch import BatchShare
 from slurm_train.data import workers
-from slurm_train.data.batches import BatchStream, GlobalBatches, Split
+from slurm_train.data.batches import BatchStream, GlobalBatches
 from slurm_train.data.mapstyle import MapStyleSource
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.workers import AutoWorkers, cpus_of_rank, most_workers
@@ -80,7 +81,7 @@ class Dies(Fails):
 def read(dataset: Dataset[Any], num_workers: int | AutoWorkers, *, local: int = 8, count: int = 6) -> list[Any]:
     source = MapStyleSource(dataset, num_workers=num_workers, seed=5)
     batches = GlobalBatches(SampleOrder(len(source), seed=1), global_size=local)
-    draws = batches.draws(Split(rank=0, accumulation=1, shares=(local,)), start_samples=0)
+    draws = batches.draws(BatchShare(rank=0, accumulation=1, shares=(local,)), start_samples=0)
     return list(islice(BatchStream(source, draws), count))
 
 
