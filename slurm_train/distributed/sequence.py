@@ -133,7 +133,9 @@ def attend(
         mesh: the `cp` axis.
         **options: what torch's `scaled_dot_product_attention` takes; `is_causal` must be true.
     """
-    assert options.pop("is_causal", False) and options.get("attn_mask") is None, "only causal attention can be shared"
+    is_causal = options.pop("is_causal", False)
+    # The mask of causal attention is made here, for each chunk.
+    assert is_causal and options.pop("attn_mask", None) is None, "only causal attention can be shared"
     keys, values = _gather_chunks(torch.stack((k_BHTD, v_BHTD)), part=part, mesh=mesh)
     mixed = []
     for chunk, query in zip(part.chunks, q_BHTD.chunk(2, dim=2), strict=True):
