@@ -179,7 +179,7 @@ def require_trainer(run: RunDirectory) -> None:
         RunError: it is a task or script.
     """
     # A folder without a configuration is refused by whoever reads it.
-    if run.config.is_file() and program_of(load_config(run.config)).used.model is None:
+    if run.config.is_file() and program_of(load_config(run.config)).name:
         raise RunError(
             f"{run.name}/{run.run_id} is a task or script of your own, which the built-in evaluation does not know",
             hint="`evaluate` and `generate` are for runs with model and data; `evaluate --follow --with "
