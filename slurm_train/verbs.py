@@ -236,7 +236,7 @@ VERBS = {
         "cli.report",
         "one HTML page of a run or sweep: curves, speed, where the hours went; needs no network",
         [
-            Argument("what RUN|SWEEP", f"{_RUN}, or a sweep; default: the newest run", nargs="?"),
+            Argument("what RUN|SWEEP", f"{_RUN}, a sweep, or a rehearsal's folder; default: the newest run", nargs="?"),
             _ROOT,
             Argument("--out FILE", "default: report.html in the directory of the run or sweep"),
             Argument("--png DIR", "write the main plots there as PNG (pip install matplotlib)"),

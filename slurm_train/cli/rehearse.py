@@ -31,7 +31,7 @@ from slurm_train.slurm.job_variables import exported, scrubbed
 from slurm_train.slurm.site import site_of
 from slurm_train.supervise.supervisor import on_stop
 from slurm_train.tools.rehearsal.case import RehearsalSetting, SiteNotice
-from slurm_train.tools.rehearsal.page import render_page
+from slurm_train.tools.rehearsal.page import PAGE_NAME, render_page
 from slurm_train.tools.rehearsal.rehearsal import LABELS, Scope, place_of, rehearse
 from slurm_train.tools.rehearsal.verdict import Rehearsal
 from slurm_train.verbs import PUBLIC_VERBS, parse
@@ -43,7 +43,6 @@ _KILL_WAIT_S = 30.0
 _LIMIT_MIN = 30
 """Of the allocation that is made for a rehearsal."""
 _RESULT = "rehearsal.json"
-_PAGE = "rehearsal.html"
 _NO_TRACKERS = {
     "WANDB_MODE": "offline",
     "COMET_MODE": "disabled",
@@ -94,7 +93,7 @@ def main(words: Sequence[str]) -> int:
     with on_stop(_interrupt):
         rehearsal = rehearse(setting, scope, say=note)
     write_atomic(place / _RESULT, to_json(rehearsal.to_json()))
-    write_atomic(place / _PAGE, render_page(rehearsal))
+    write_atomic(place / PAGE_NAME, render_page(rehearsal))
     _print(rehearsal, as_json=arguments.json)
     return EXIT_DONE if rehearsal.survives else EXIT_FAILURE
 

@@ -1,4 +1,4 @@
-"""`report RUN | SWEEP`: one HTML page with everything that is on record; it needs no network and can be mailed."""
+"""`report RUN | SWEEP | REHEARSAL`: one HTML page with all that is on record; it needs no network and can be mailed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from slurm_train.cli.selection import look_once, parse_runs
 from slurm_train.cli.terminal import note
-from slurm_train.errors import RunError
+from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.lookup import find_run, find_sweep
 from slurm_train.rundir.sweep import Element, SweepDirectory, sweep_of
+from slurm_train.tools.rehearsal.page import PAGE_NAME
 
 if TYPE_CHECKING:
     from slurm_train.tools.report.page import Document
@@ -24,6 +25,13 @@ def main(words: Sequence[str]) -> int:
     arguments = parse_runs("report", words)
     root = arguments.root
     png = arguments.png and Path(arguments.png)
+    out = Path(arguments.out) if arguments.out else None
+    rehearsal_page = Path(arguments.what or "", PAGE_NAME)
+    if arguments.what and rehearsal_page.is_file():
+        if png:
+            raise ConfigError(f"--png={png}: {arguments.what} is a rehearsal, which has no plots", hint="leave it out")
+        _put_out(rehearsal_page.read_text(), out or rehearsal_page, is_shared=out is not None)
+        return 0
     if png:
         from slurm_train.tools.report.pictures import require_matplotlib
 
@@ -43,7 +51,9 @@ def main(words: Sequence[str]) -> int:
         facts = {"state": status.state.label, "note": status.note, "nodelist": status.nodelist or ""}
         document = run_document(run, **facts, now_unix_s=time.time())
         default = run.report
-    _put_out(document, Path(arguments.out) if arguments.out else default, is_shared=bool(arguments.out))
+    from slurm_train.tools.report.page import render
+
+    _put_out(render(document), out or default, is_shared=out is not None)
     if png:
         from slurm_train.tools.report.pictures import write_pictures
 
@@ -72,11 +82,9 @@ def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> Document:
     return sweep_document(sweep, elements, trials, metric=metric, now_unix_s=now)
 
 
-def _put_out(document: Document, path: Path, *, is_shared: bool) -> None:
+def _put_out(text: str, path: Path, *, is_shared: bool) -> None:
     from slurm_train.formatting import byte_size
-    from slurm_train.tools.report.page import render
 
-    text = render(document)
     try:
         write_atomic(path, text, durable=False, mode=0o644 if is_shared else 0o600)
     except OSError as err:

@@ -43,3 +43,14 @@ def test_what_cannot_be_done_is_said(shell: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     shell.refuses("pip install matplotlib", "report 3f9a1c07 --png x")
     assert not (shell.folder / "x").exists()
+
+
+def test_a_rehearsals_folder_gives_its_page_and_a_copy_for_others(shell: Any) -> None:
+    page = shell.folder / "runs" / "rehearsals" / "train-3f9a1c07" / "rehearsal.html"
+    page.parent.mkdir(parents=True)
+    page.write_text("<!doctype html>")
+    done = shell.types("report", str(page.parent))
+    assert (done.code, done.out) == (0, f"{page}\n")
+    assert shell.types("report", str(page.parent), "--out", "shared.html").out == "shared.html\n"
+    assert (shell.folder / "shared.html").read_text() == page.read_text() == "<!doctype html>"
+    shell.refuses("is a rehearsal", f"report {page.parent} --png x")

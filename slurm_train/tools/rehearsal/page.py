@@ -7,6 +7,8 @@ import html
 from slurm_train.formatting import duration
 from slurm_train.tools.rehearsal.verdict import HEADER, Rehearsal, Row, cells_of
 
+PAGE_NAME = "rehearsal.html"
+"""Of the page in the folder of its rehearsal."""
 _STYLE = (
     "body{font:15px system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em;color:#1b1f24;background:#fff}"
     "table{border-collapse:collapse;width:100%}td,th{padding:.4em .8em;text-align:left;border-bottom:1px solid #d8dee4;"
