@@ -36,6 +36,8 @@ class Mark:
     """When it was read, by the monotonic clock."""
     total: int | None = None
     """Steps of the whole training, where the line says so."""
+    epoch: float = 0.0
+    """By the line, or by the report; 0 where neither has one."""
 
 
 class MarkReader:
@@ -92,7 +94,8 @@ class MarkReader:
                 groups = own.groupdict()
                 step = float(groups["step"])
                 loss = float(groups["loss"]) if groups.get("loss") else loss
-                self._add(_OWN, Mark((float(groups.get("epoch") or 0), step), f"step {step:g}", loss, now_s))
+                epoch = float(groups.get("epoch") or 0)
+                self._add(_OWN, Mark((epoch, step), f"step {step:g}", loss, now_s, epoch=epoch))
             return
         found = read_line(line)
         if found is None:
@@ -104,7 +107,7 @@ class MarkReader:
         words = f"step {words}" if printed.epoch is None and printed.step is not None else words
         # The letters of a bar change with its speed: s/it, it/s.
         kind = (name, "" if found.is_certain else letters, totals)
-        self._add(kind, Mark((epoch, float(step)), words, loss, now_s, printed.max_steps))
+        self._add(kind, Mark((epoch, float(step)), words, loss, now_s, printed.max_steps, epoch))
 
     def _take_report(self, line: str, attempt: int, now_s: float) -> None:
         try:
@@ -114,9 +117,9 @@ class MarkReader:
         step = report.get("step")
         if not isinstance(step, int) or report.get("attempt") != attempt or "eval_loss" in report:
             return
-        total = report.get("max_steps")
-        mark = Mark((0.0, float(step)), f"step {step}", as_float(report.get("loss")), now_s, total)
-        self._add(REPORTS, mark)
+        loss = as_float(report.get("loss"))
+        epoch = as_float(report.get("epoch")) or 0.0
+        self._add(REPORTS, Mark((0.0, float(step)), f"step {step}", loss, now_s, report.get("max_steps"), epoch))
 
     def _add(self, kind: object, mark: Mark) -> None:
         marks = self.by_kind[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -233,7 +234,7 @@ def _disturbances(scope: Scope, undisturbed: Undisturbed, *, start_s: float) -> 
         )
     else:
         rows.append(left_out("save", LABELS["save"], f"it saved nothing within {marks[-1].words}"))
-    last_of_epoch = _last_of_epoch(marks)
+    last_of_epoch = last_mark_of_epoch(marks)
     if last_of_epoch is not None:
         found.append(Disturbance(key="epoch", label=LABELS["epoch"], signals=soft, place=last_of_epoch.place))
     else:
@@ -267,10 +268,12 @@ def _only(found: Sequence[Disturbance], scope: Scope) -> list[Disturbance]:
     return [one for one in found if not scope.only or one.key in scope.only]
 
 
-def _last_of_epoch(marks: Sequence[Mark]) -> Mark | None:
-    """Returns the last mark of the first epoch that has several and is seen to end."""
-    for before, mark, after in zip(marks, marks[1:], marks[2:], strict=False):
-        if before.place[0] == mark.place[0] < after.place[0]:
+def last_mark_of_epoch(marks: Sequence[Mark]) -> Mark | None:
+    """Returns the last mark of the first epoch that has several and is seen to end, None for none."""
+    # Where epochs have fractions, as with transformers, 1.0 is the end of the first.
+    epochs = [math.ceil(mark.epoch) for mark in marks]
+    for before, epoch, after, mark in zip(epochs, epochs[1:], epochs[2:], marks[1:], strict=False):
+        if before == epoch < after:
             return mark
     return None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.tools.rehearsal.marks import REPORTS, Mark, MarkReader, choose_kind
+from slurm_train.tools.rehearsal.rehearsal import last_mark_of_epoch
 
 
 def read(tmp_path: Path, log: str, *, reports: list[dict[str, object]] | None = None, pattern: str = "") -> list[Mark]:
@@ -87,3 +88,27 @@ def test_a_count_that_begins_anew_in_each_epoch_is_not_compared(tmp_path: Path) 
 def test_kinds_are_those_of_reports_where_there_are_two() -> None:
     one = [Mark((0, 1), "step 1", 0.5)]
     assert choose_kind({REPORTS: one}) is None
+
+
+@pytest.mark.parametrize(
+    ("epochs", "expected"),
+    [
+        ((1, 1, 1, 2, 2), 3),
+        ((0.3, 0.7, 1.0, 1.3), 3),
+        ((1, 2, 2, 3), 3),
+        ((1, 1, 1, 1), None),
+        ((1, 2, 3, 4), None),
+    ],
+)
+def test_an_epoch_ends_with_its_last_report(tmp_path: Path, epochs: tuple[float, ...], expected: int | None) -> None:
+    reports: list[dict[str, object]] = [
+        {"step": step, "epoch": epoch, "attempt": 1} for step, epoch in enumerate(epochs, 1)
+    ]
+    last = last_mark_of_epoch(read(tmp_path, "", reports=reports))
+    assert (None if last is None else last.place[1]) == expected
+
+
+def test_an_epoch_ends_with_its_last_line(tmp_path: Path) -> None:
+    lines = [f"Epoch {epoch}/3 step {step}/4 loss 0.5\n" for epoch in (1, 2) for step in (1, 2, 3, 4)]
+    last = last_mark_of_epoch(read(tmp_path, "".join(lines)))
+    assert last is not None and last.place == (1, 4)
