@@ -40,24 +40,24 @@ GPU = " cluster.gpu_type=h100"
 CASES = (
     (
         f"model=gpt2-124m +cluster=1x1{GPU}",
-        "the 0.5 million tokens that the rate is for, in micro-batches of a hundred times what one weight needs",
+        "the 0.5 million tokens that the rate is for",
     ),
     (
         f"model=gpt2-124m +cluster=1x8{GPU}",
-        "the same step on 8 GPUs: gradients are exchanged once in 65,536 tokens of each",
+        "gradients are exchanged once in 65,536 tokens of each GPU",
     ),
     (
         f"model=llama3-8b +cluster=1x8{GPU}",
-        "state alone is 16 bytes x 8.03 billion / 8; one sequence of 8,192 tokens fits as it is, two do not",
+        "state alone is 16 bytes x 8.03 billion / 8; one sequence fits, two do not",
     ),
-    (f"model=llama3-8b +cluster=2x8{GPU}", "a node's shards are enough: between nodes only gradients go, once a step"),
+    (f"model=llama3-8b +cluster=2x8{GPU}", "between nodes only gradients go, once a step"),
     (
         f"model=llama3-70b +cluster=8x8{GPU}",
-        "the fewest shards that leave room for 80 layers of two sequences, computed again: half the traffic per token",
+        "the fewest shards with room for two sequences, which halve the traffic per token",
     ),
     (
         f"model=cnn data=digits +cluster=1x1{GPU}",
-        "no formula and no need: images of 8 x 8; raise batch.global_size for your own",
+        "images of 8 x 8; raise batch.global_size for your own",
     ),
 )
 # float32: the gradient is read; parameter and two moments are read and written.
@@ -85,10 +85,10 @@ def tables() -> dict[str, str]:
         for name, (size, context, own, papers) in models.items()
     ]
     limits = [
-        f"| {card} | {peak / 1e12:,.0f} | "
-        + " | ".join(f"{peak / papers:,.0f} | {peak / papers / 2:,.0f}" for _, _, _, papers in models.values())
+        f"| {', '.join(card for card in PEAK_FLOPS if PEAK_FLOPS[card] == peak)} | {peak / 1e12:,.0f} | "
+        + " | ".join(f"{peak / papers:,.0f}" for _, _, _, papers in models.values())
         + " |"
-        for card, peak in PEAK_FLOPS.items()
+        for peak in sorted(set(PEAK_FLOPS.values()), reverse=True)
     ]
     memory = [
         f"| {card} | {rate / 1e12:.2f} | {PEAK_FLOPS[card] / rate:,.0f} | "
@@ -104,7 +104,7 @@ def tables() -> dict[str, str]:
             operations,
         ),
         "limits": _table(
-            ["card", "peak, TFLOP/s", *(f"{name}: {what}" for name in names for what in ("limit", "half of it"))],
+            ["cards", "peak, TFLOP/s", *names],
             limits,
         ),
         "memory": _table(
