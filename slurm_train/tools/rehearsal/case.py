@@ -306,7 +306,7 @@ class _Case:
             outlived_by=tuple(sorted(seen.outlived_by)),
             remarks=_remarks(text),
             last_words=newest_line(_of_program(text)),
-            traceback=_error_line(text),
+            traceback=error_line(text),
         )
 
     def _attend(
@@ -563,9 +563,11 @@ def _of_program(text: str) -> str:
 
 
 _ERROR = re.compile(r"^(?:[\w.]+(?:Error|Exception|Interrupt)\b.*|.*\b(?:[Ee]rror|ERROR)\b.*)$", re.MULTILINE)
+_BEFORE_ERROR = re.compile(r"^(?:slurm_train: attempt \d+: (?:rank \d+ on \S+: )?)?(?:slurm_train\.errors\.\w+: )?")
+"""What this package puts in front of an error."""
 
 
-def _error_line(text: str) -> str:
+def error_line(text: str) -> str:
     """Returns the last line that names an error, "" for none."""
     found = _ERROR.findall(text)
-    return str(found[-1]).strip() if found else ""
+    return _BEFORE_ERROR.sub("", str(found[-1]).strip()) if found else ""
