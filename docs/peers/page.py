@@ -15,36 +15,34 @@ PAGE = Path(__file__).parents[1] / "peers.md"
 
 _PAGE = """# The same faults, side by side
 
-The same training ({ranks} ranks on one node, {steps} steps, a checkpoint every {save} steps) under this toolkit, as a
-[program of Lightning or transformers](own-training-program.md) in it, under submitit {submitit} and under Lightning
-{lightning}, on the one-machine Slurm cluster; torch {torch}, {dates}.
-Every fault comes after step {at}, in the same way for all. The scripts are in `docs/peers`;
-`python -m docs.peers --write` runs them and writes this page (about 15 minutes; nothing else should run on the
-cluster). `--peers` and `--faults` measure single columns and cells again.
+The same training ({ranks} ranks on one node, {steps} steps, a checkpoint every {save} steps) under this toolkit, as
+a [program of Lightning or transformers](own-training-program.md) in it, under submitit {submitit} and under
+Lightning {lightning}, on the one-machine Slurm cluster; torch {torch}, {dates}. Every fault comes after step {at}.
+`python -m docs.peers --write` runs the scripts in `docs/peers` and writes this page (about 15 minutes; nothing else
+should run on the cluster).
 
 {table}
 
-How to read the table: each cell has the final state of the job in Slurm, the number of restarts, whether all steps
-were done without a person, and how many steps were done twice or never. It also says whether old ranks continued
-beside the new ones (ranks of a lost node stay alive and write the same files), and whether the last weights are equal,
-bit for bit, to those of the peer's own run without a fault. Bold marks unwanted results. When a node is lost, its ranks
-write a checkpoint after the new ranks have begun. This toolkit refuses that checkpoint, so all steps since the one
-before are done again; the peers load it.
+Each cell has the final state of the job in Slurm, the number of restarts, whether all steps were done without a
+person, how many were done twice or never, whether old ranks continued beside the new ones, and whether the last
+weights are equal, bit for bit, to those of the peer's own run without a fault. Bold marks unwanted results. Ranks
+of a lost node stay alive, and write a checkpoint after the new ranks have begun. This toolkit refuses it, so all
+steps since the one before are done again; the peers load it.
 
 ## How each was set up
 
-- **submitit** is the user's loop in a `Checkpointable`. The user wrote what a checkpoint contains, how it is replaced
-  atomically and found again, and how to continue in the middle of an epoch: about 40 of the 70 lines. With the default
-  settings the signal is USR2, 90 s before the limit; Slurm preempts with TERM, which submitit logs and ignores. With
-  `SUBMITIT_PREEMPT_SIGNAL=TERM` it saves and requeues at a preemption; that is its best setting here.
-- **Lightning** is `SLURMEnvironment(auto_requeue=True)` in an sbatch script with `--signal=SIGUSR1@{warn}` as in its
-  documentation, with `ModelCheckpoint(save_last=True)` and `ckpt_path="last"`, which resumes runs that were killed
-  without a signal. The user wrote the sbatch script. `requeue_signal=SIGTERM` is its best setting for preemption.
+- **submitit** is the user's loop in a `Checkpointable`. About 40 of the 70 lines are about what a checkpoint
+  contains, how it is replaced and found, and how to continue in the middle of an epoch. By default the signal is
+  USR2, 90 s before the limit; Slurm preempts with TERM, which submitit logs and ignores. With
+  `SUBMITIT_PREEMPT_SIGNAL=TERM`, its best setting here, it saves and requeues at a preemption.
+- **Lightning** is `SLURMEnvironment(auto_requeue=True)` in the user's sbatch script with `--signal=SIGUSR1@{warn}`
+  as in its documentation, with `ModelCheckpoint(save_last=True)` and `ckpt_path="last"`, which resumes runs that
+  were killed without a signal. `requeue_signal=SIGTERM` is its best setting for preemption.
 - **slurm_train** is one command line.
 - **Lightning in slurm_train** and **HF Trainer in slurm_train** (transformers {transformers}) are scripts with the
-  library's own loop, its own format of checkpoints, and the callback of
-  [Your own training program](own-training-program.md#which-lines-to-add), each started by one command line. That of
-  Lightning has a `StatefulDataLoader` with a `DistributedSampler`, without which Lightning does not continue an epoch.
+  library's own loop and checkpoints, and the callback of [Your own training
+  program](own-training-program.md#which-lines-do-i-need), each started by one command line. That of Lightning has a
+  `StatefulDataLoader` with a `DistributedSampler`, without which Lightning does not continue an epoch.
 
 Both peers call `scontrol requeue` without asking Slurm for the reason of the signal, and `scancel` sends TERM, too.
 """
