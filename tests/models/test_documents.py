@@ -57,7 +57,14 @@ def packed() -> tuple[Tensor, Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:].clone(), position_ids
 
 
-@pytest.mark.parametrize("build", [lambda: own(GPT2), lambda: own(LLAMA), of_transformers], ids=["gpt2", "llama", "hf"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(lambda: own(GPT2), id="gpt2"),
+        pytest.param(lambda: own(LLAMA), id="llama"),
+        pytest.param(of_transformers, id="hf", marks=pytest.mark.full),
+    ],
+)
 def test_packed_documents_have_the_losses_and_gradients_of_each_alone(build: Any) -> None:
     torch.manual_seed(0)
     model = build().double()
@@ -135,6 +142,7 @@ class Forgetful(nn.Module):
         return scores + position_ids.unsqueeze(-1)
 
 
+@pytest.mark.full
 def test_models_that_cannot_keep_documents_apart_are_refused_and_others_are_not() -> None:
     with pytest.raises(ConfigError, match="takes no position_ids"):
         Objective(nn.Embedding(VOCABULARY, VOCABULARY)).check_batch(packed())
