@@ -52,6 +52,22 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "model": {"_target_": "test_unusual_states.MakesBuffers", "dropout": 0.2},
         "train": {"max_steps": 12},
     },
+    # One state of named parts: each part of the trainer's loop in the files of the ranks, and switches of modules.
+    "parts": {
+        "model": {
+            "_target_": "small_training.Settles",
+            "dtype": "float32",
+            "num_layers": 1,
+            "num_heads": 2,
+            "width": 8,
+            "hidden": 16,
+            "dropout": 0.2,
+        },
+        "data": {"_target_": "small_training.TokenStream"},
+        "batch": {"global_size": 16},
+        "train": {"max_steps": 12, "precision": "float16"},
+        "health": {"on_spike": "log", "spike_factor": 1.5},
+    },
 }
 # What ranks share, what each has for itself, what is cut over them, and a group that training has added.
 PROGRAM = """
