@@ -50,7 +50,7 @@ def refuse_stateless(watched: Watched) -> list[str]:
     if stateless:
         raise ConfigError(
             f"{shorten(stateless)} has no state_dict or no load_state_dict, so nothing of it could be saved",
-            hint="hand over the object that has them, or give its class the two methods",
+            hint="give its class the two methods; or name the object within it that has them in run.training",
         )
     return []
 

@@ -82,15 +82,15 @@ class OptimizerSteps:
         notes = []
         for words, is_of_model in self._strangers.items():
             if is_of_model:
-                lost, call = "its state is", "training(model, optimizer, second=second)"
+                lost, call = "its state is", "run.training(model, optimizer, second=second)"
             else:
                 lost, call = (
                     "its state and they are",
-                    'training({"first": model, "second": other}, [optimizer, second])',
+                    'run.training({"first": model, "second": other}, [optimizer, second])',
                 )
             notes.append(
-                f"an optimizer that was not handed over took a step, {words}: {lost} in no checkpoint, so a resume "
-                f"begins with new ones; if it belongs to the training: {call}"
+                f"an optimizer that is not saved took a step, {words}: {lost} in no checkpoint, so a resume begins "
+                f"with new ones; if it belongs to the training, save it: in a callback's state_dict, or by {call}"
             )
         self._named |= self._strangers.keys()
         self._strangers.clear()

@@ -64,8 +64,8 @@ def note_schedules(watched: Watched) -> list[str]:
     if not scheduled or any(holds_schedule(other) for _, other in watched.others()):
         return []
     return [
-        f"the learning-rate schedule of {scheduled[0]} is in no checkpoint: after a resume it begins anew "
-        "unless the program sets it to its step; hand it over: training(model, optimizer, schedule=schedule)"
+        f"the learning-rate schedule of {scheduled[0]} is in no checkpoint: after a resume it begins anew unless it is "
+        "set to its step; save it in a callback's state_dict, or by run.training(model, optimizer, schedule=schedule)"
     ]
 
 
