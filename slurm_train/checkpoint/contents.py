@@ -28,12 +28,12 @@ from slurm_train.checkpoint.rules.listed import AFTER_FIRST_STEP, ALWAYS, BEFORE
 from slurm_train.checkpoint.rules.watched import Watched
 from slurm_train.checkpoint.saves import Content
 from slurm_train.checkpoint.state import (
-    buffer_shapes,
     names_of_groups,
     number_groups,
     plain_names,
     saved_buffers,
     set_modes,
+    structure_of,
     take_extra_states,
     training_state,
 )
@@ -121,7 +121,7 @@ class State:
         """What the rules know of it."""
         ask(HANDED_OVER, self.watched)
         self.watched.begin()
-        self._buffers = buffer_shapes(model)
+        self._buffers = structure_of(model).buffer_shapes
         """Shapes of the buffers as the program has made the model."""
         self._switches = Switches(model, has_modes=terms.has_modes)
         self._num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
@@ -155,14 +155,15 @@ class State:
             # Between two steps a program may have changed anything.
             ask(ALWAYS, self.watched)
         parts = self._parts.content()
-        state = training_state(self._model, self._optimizers, makes_state=terms.makes_state)
+        structure = structure_of(self._model)
+        state = training_state(self._model, self._optimizers, makes_state=terms.makes_state, structure=structure)
         extra_of_modules = on_host(take_extra_states(state["model"]))
         if terms.group_names is not None:
             groups = state["optimizer"]["param_groups"]
             state["optimizer"]["param_groups"] = number_groups(groups, terms.group_names)
         if parts.tensors:
             state[OTHERS] = parts.tensors
-        shapes = buffer_shapes(self._model)
+        shapes = structure.buffer_shapes
         own_buffers = {} if terms.keeps_replicas else self._own_buffers()
         state, own_state, agreed = self._agree(
             state,
@@ -188,7 +189,7 @@ class State:
                 VALUES: on_host(self._parts.own_values(parts)),
                 OWN_BUFFERS: on_host(own_buffers),
                 OWN_STATE: on_host(own_state),
-                _SWITCHES: self._switches.changed(),
+                _SWITCHES: self._switches.changed(structure),
             },
             header=replace(header, weights=agreed.weights, extra=extra),
             expected=agreed.tensors,

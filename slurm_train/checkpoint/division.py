@@ -14,7 +14,8 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,8 @@ class Variant(NamedTuple):
     leaves: Mapping[str, Leaf]
 
 
-class Agreement(NamedTuple):
+@dataclass(frozen=True)
+class Agreement:
     """What the ranks have agreed on."""
 
     left_out: frozenset[str]
@@ -76,7 +78,7 @@ class Agreement(NamedTuple):
     tensors: Mapping[str, str]
     """Every tensor that some rank holds, by full name, with number type and shape."""
 
-    @property
+    @cached_property
     def weights(self) -> dict[str, str]:
         """Parameters and buffers of the whole model, by their names in it."""
         return _of_model(self.tensors)

@@ -34,7 +34,9 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 """The optimizer of a model, or those of its parts."""
 
 
-def training_state(model: nn.Module, optimizers: Optimizers, *, makes_state: bool = True) -> dict[str, Any]:
+def training_state(
+    model: nn.Module, optimizers: Optimizers, *, makes_state: bool = True, structure: Structure | None = None
+) -> dict[str, Any]:
     """Gives the state to save, or to be filled by load_tensors; its tensors are the live ones, not copies.
 
     Training stands still meanwhile, and torch's own function is slow: it looks each name up, module by module. It is
@@ -45,8 +47,9 @@ def training_state(model: nn.Module, optimizers: Optimizers, *, makes_state: boo
         optimizers: of its parameters.
         makes_state: an optimizer that has not stepped yet gets its state made (zero gradients, zero learning rate), so
             that there is something to fill; it must have no gradients at that moment. Collective for sharded models.
+        structure: what `structure_of` gives of the model at this moment, if it is known.
     """
-    structure = structure_of(model)
+    structure = structure or structure_of(model)
     weights = _model_state(model, structure)
     if makes_state and not all(optimizer.state for optimizer in listed(optimizers)):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -146,7 +149,7 @@ class Structure(NamedTuple):
     plain: Callable[[str], str]
     """Leaves out of a name what belongs to a wrapper."""
     modules: Mapping[str, nn.Module]
-    """By their names with those of wrappers."""
+    """Without wrappers."""
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     """Those that are saved."""
@@ -154,6 +157,11 @@ class Structure(NamedTuple):
     """Whether torch's `state_dict` gives tensors by their names and as they are, and nothing else."""
     saved: Mapping[str, Tensor]
     """What it gives then, in its order; else nothing."""
+
+    @property
+    def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the buffers that are saved."""
+        return {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
 
 
 def structure_of(model: nn.Module) -> Structure:
@@ -173,11 +181,11 @@ def structure_of(model: nn.Module) -> Structure:
 
 def _find_structure(model: nn.Module) -> Structure:
     plain = plain_names(model)
-    modules = dict(model.named_modules())
-    is_plain = all(map(_is_saved_as_is, modules.values()))
+    is_plain = all(map(_is_saved_as_is, model.modules()))
     return Structure(
         plain=plain,
-        modules=modules,
+        # What is within a wrapper comes after it.
+        modules={plain(f"{prefix}.").removesuffix("."): module for prefix, module in model.named_modules()},
         parameters={plain(name): parameter for name, parameter in model.named_parameters()},
         buffers={plain(name): buffer for name, buffer in saved_buffers(model).items()},
         is_plain=is_plain,
@@ -413,11 +421,6 @@ def _keys_of(value: Any) -> Iterator[Any]:
             yield from _keys_of(item)
 
 
-def buffer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the buffers that are saved, by full name."""
-    return {name: tuple(buffer.shape) for name, buffer in structure_of(model).buffers.items()}
-
-
 def make_buffers(model: nn.Module, names: Iterable[str], *, saved: Mapping[str, Tensor]) -> None:
     """Makes the buffers that training has made, or given other shapes, so that they can be loaded.
 
@@ -427,9 +430,7 @@ def make_buffers(model: nn.Module, names: Iterable[str], *, saved: Mapping[str, 
         saved: tensors of the shapes and number types in the checkpoint, by full name.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    plain = plain_names(model)
-    # What is within a wrapper comes after it.
-    modules = {plain(f"{prefix}.").removesuffix("."): module for prefix, module in model.named_modules()}
+    modules = structure_of(model).modules
     for full in names:
         prefix, _, name = full.rpartition(".")
         module = modules.get(prefix)

@@ -7,12 +7,11 @@ the next start takes effect.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slurm_train.checkpoint.state import plain_names, structure_of
+from slurm_train.checkpoint.state import Structure, structure_of
 
 
 class Switches:
@@ -26,31 +25,30 @@ class Switches:
     def __init__(self, model: nn.Module, *, has_modes: bool) -> None:
         self._model = model
         self._has_modes = has_modes
-        self.at_start: Mapping[str, bool] = self._read()
+        self.at_start: Mapping[str, bool] = self._read(structure_of(model))
         """All switches at the start."""
 
-    def changed(self) -> dict[str, bool]:
-        """Returns the switches that have changed since the start, e.g. {"backbone.weight.requires_grad": True}."""
-        return {name: value for name, value in self._read().items() if self.at_start.get(name) != value}
+    def changed(self, structure: Structure | None = None) -> dict[str, bool]:
+        """Returns the switches that have changed since the start, e.g. {"backbone.weight.requires_grad": True}.
+
+        Args:
+            structure: what `structure_of` gives of the model at this moment, if it is known.
+        """
+        switches = self._read(structure or structure_of(self._model))
+        return {name: value for name, value in switches.items() if self.at_start.get(name) != value}
 
     def set(self, changed: Mapping[str, bool]) -> None:
         """Sets switches that `changed` returned; those of parameters and modules that the model lacks are ignored."""
-        plain = plain_names(self._model)
-        parts: dict[str, Any] = {
-            # What is within a wrapper comes after it.
-            **{plain(f"{name}.").removesuffix("."): module for name, module in self._model.named_modules()},
-            **{plain(name): weight for name, weight in self._model.named_parameters()},
-        }
+        structure = structure_of(self._model)
+        parts = {**structure.modules, **structure.parameters}
         for path, value in changed.items():
             name, _, switch = path.rpartition(".")
             if name in parts:
                 setattr(parts[name], switch, value)
 
-    def _read(self) -> dict[str, bool]:
-        structure = structure_of(self._model)
+    def _read(self, structure: Structure) -> dict[str, bool]:
         switches = {f"{name}.requires_grad": weight.requires_grad for name, weight in structure.parameters.items()}
-        for prefix, part in structure.modules.items():
-            name = structure.plain(f"{prefix}.").removesuffix(".")
+        for name, part in structure.modules.items():
             if self._has_modes:
                 switches[f"{name}.training"] = part.training
             if isinstance(part, _BatchNorm):

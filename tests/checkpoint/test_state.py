@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slurm_train.checkpoint import division
 from slurm_train.checkpoint.division import Division
-from slurm_train.checkpoint.state import buffer_shapes, extra_states, model_state, names_of_groups, training_state
+from slurm_train.checkpoint.state import extra_states, model_state, names_of_groups, structure_of, training_state
 from slurm_train.checkpoint.switches import Switches
 from slurm_train.checkpoint.tree import leaves_of
 
@@ -91,7 +91,7 @@ def described(model: nn.Module) -> Any:
     tensors = {name: (value, getattr(value, "data_ptr", int)()) for name, value in model_state(model).items()}
     return {
         "tensors": {name: (str(value), place) for name, (value, place) in tensors.items()},
-        "buffers": buffer_shapes(model),
+        "buffers": structure_of(model).buffer_shapes,
         "extra": extra_states(model),
         "switches": Switches(model, has_modes=True).at_start,
     }
@@ -133,7 +133,8 @@ def test_names_are_found_out_once_for_all_saves(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(nn.Module, name, lambda *a, u=usual, n=name, **k: (walked.append(n), u(*a, **k))[1])
     optimizer.param_groups[0]["lr"] = 0.5
     second = training_state(model, optimizer)
-    assert buffer_shapes(model) == {"mean": (4,)}
+    structure = structure_of(model)
+    assert structure.buffer_shapes == {"mean": (4,)}
     assert not switches.changed() and names_of_groups(model, optimizer)
     assert not walked
     assert second["optimizer"]["param_groups"][0]["lr"] == 0.5
