@@ -119,6 +119,7 @@ class State:
             model=model, optimizers=optimizers, objects=self._parts.objects, generators=frozenset(generators)
         )
         """What the rules know of it."""
+        self.watched.free_gathered()
         ask(HANDED_OVER, self.watched)
         self.watched.begin()
         self._buffers = structure_of(model).buffer_shapes
@@ -150,6 +151,7 @@ class State:
             CheckpointError: a state could not be loaded again.
         """
         self._is_used = True
+        self.watched.free_gathered()
         terms = self._terms
         if not terms.keeps_replicas:
             # Between two steps a program may have changed anything.
@@ -210,6 +212,7 @@ class State:
             RunError: model, optimizers or another object do not fit the checkpoint.
             CheckpointError: it cannot be read.
         """
+        self.watched.free_gathered()
         terms = self._terms
         manifest = choice.manifest
         self._require_same_optimizers(choice)
@@ -256,6 +259,7 @@ class State:
             ConfigError: a save would lack something that is trained, or where the samples are.
             CheckpointError: a resume could not read what it has, so that no save would succeed.
         """
+        self.watched.free_gathered()
         return ask(AFTER_FIRST_STEP, self.watched)
 
     def compare_ranks(self) -> None:

@@ -285,6 +285,14 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **saved_buffers(model)}
 
 
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Returns the modules of FSDP2, which have the shards as their parameters again after `reshard`.
+
+    After a pass without gradients the outermost one keeps what it has gathered in their place, for a backward pass.
+    """
+    return [module for module in model.modules() if hasattr(type(module), "reshard")]
+
+
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers that are saved, by full name, whatever `state_dict` gives."""
     buffers: dict[str, Tensor] = {}

@@ -480,9 +480,11 @@ class EMA(Callback):
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
+        from slurm_train.checkpoint.state import sharded_modules
+
         trained = [parameter.detach().clone() for parameter in self.parameters]
         # Parameters that FSDP2 has gathered have the old values.
-        sharded: list[Any] = [module for module in self.model.modules() if hasattr(module, "reshard")]
+        sharded = sharded_modules(self.model)
         try:
             _copy(self.parameters, self.average)
             for module in sharded:

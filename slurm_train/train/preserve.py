@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slurm_train.checkpoint.state import local_part
+from slurm_train.checkpoint.state import local_part, sharded_modules
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 
 # What torch keeps of every module: hooks, and flags of its own. The rest of a module's attributes is the user's.
@@ -47,8 +47,7 @@ def preserved(module: nn.Module) -> Iterator[list[Any]]:
         yield snapshot.generators
     finally:
         # What FSDP2 has gathered may be of other values, and it puts its own parameters into the modules.
-        sharded: list[Any] = [part for part in module.modules() if hasattr(part, "reshard")]
-        for part in sharded:
+        for part in sharded_modules(module):
             part.reshard()
         snapshot.restore()
         set_rng_state(generators)

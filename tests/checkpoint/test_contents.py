@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from slurm_train.checkpoint.choice import choose_checkpoint
 from slurm_train.checkpoint.contents import State, Terms
@@ -40,20 +43,20 @@ def make_state(model: nn.Module, terms: Terms, kind: Any = torch.optim.SGD, **ob
     return State(model, [kind(model.parameters(), lr=0.1)], objects, group=None, terms=terms)
 
 
-def save(root: Path, state: State, step: int = 4) -> None:
+def save(root: Path, state: State, step: int = 4, group: Any = None) -> None:
     content = state.content(make_header(step))
     save_checkpoint(
         root,
         tensors=content.tensors,
         rank_state=content.rank_state,
         header=content.header,
-        group=None,
+        group=group,
         keep=9,
     )
 
 
-def restore(root: Path, state: State) -> list[str]:
-    choice = choose_checkpoint(root, group=None, attempt=1)
+def restore(root: Path, state: State, group: Any = None) -> list[str]:
+    choice = choose_checkpoint(root, group=group, attempt=1)
     assert choice is not None
     return state.restore(choice)
 
@@ -104,6 +107,36 @@ def test_another_kind_of_optimizer_is_refused_by_name(root: Path, terms: Terms) 
     save(root, make_state(make_model(), terms))
     with pytest.raises(RunError, match="state of SGD, and the training has Adagrad"):
         restore(root, make_state(make_model(), terms, torch.optim.Adagrad))
+
+
+@pytest.mark.parametrize("terms", [TRAINER, Terms()], ids=["trainer", "program"])
+def test_a_save_and_a_restore_after_an_evaluation_are_of_the_shards(
+    root: Path, group_of_one: None, terms: Terms
+) -> None:
+    """FSDP2's outermost module keeps the parameters that it has gathered after a pass without gradients."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+        assert not any(isinstance(parameter, DTensor) for parameter in model[1].parameters())
+
+    evaluate()
+    state = State(model, [optimizer], {}, group=dist.group.WORLD, terms=terms)
+    before = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+    evaluate()
+    assert state.check_after_first_step() == []
+    evaluate()
+    save(root, state, group=dist.group.WORLD)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    evaluate()
+    restore(root, state, group=dist.group.WORLD)
+    now = {name: value.to_local() for name, value in model.state_dict().items()}
+    assert all(torch.equal(now[name], value) for name, value in before.items())
 
 
 @pytest.mark.parametrize("terms", [TRAINER, Terms()], ids=["trainer", "program"])

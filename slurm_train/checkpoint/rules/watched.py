@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from slurm_train.checkpoint.replicas import digest
 from slurm_train.checkpoint.rules.optimizer_steps import OptimizerSteps
 from slurm_train.checkpoint.rules.unsaved import UnsavedState
+from slurm_train.checkpoint.state import sharded_modules
 from slurm_train.checkpoint.tree import encode
 
 
@@ -26,6 +27,8 @@ class Watched:
     """What is saved besides by its `state_dict`, by name."""
     generators: frozenset[str] = frozenset()
     """Those of them that are generators of random numbers."""
+    sharded: list[Any] = field(init=False)
+    """Modules of the model that FSDP2 shards."""
     steps: OptimizerSteps = field(init=False)
     unsaved: UnsavedState = field(init=False)
     """What no checkpoint has, as it was before the first step."""
@@ -47,7 +50,13 @@ class Watched:
     """Steps of this attempt, as the next save is to say; None before the first save."""
 
     def __post_init__(self) -> None:
+        self.sharded = sharded_modules(self.model)
         self.steps = OptimizerSteps(self.model, self.optimizers, list(self.objects.values()))
+
+    def free_gathered(self) -> None:
+        """Gives the model its shards again as parameters, which a program's evaluation may have replaced."""
+        for module in self.sharded:
+            module.reshard()
 
     def begin(self) -> None:
         """Remembers the present state as that before the first step."""
