@@ -36,29 +36,14 @@ BANDWIDTH = {
     "B200": 8.0e12,
     "L40S": 0.864e12,
 }
-GPU = " cluster.gpu_type=h100"
+GPU = "cluster.gpu_type=h100"
 CASES = (
-    (
-        f"model=gpt2-124m +cluster=1x1{GPU}",
-        "the 0.5 million tokens that the rate is for",
-    ),
-    (
-        f"model=gpt2-124m +cluster=1x8{GPU}",
-        "gradients are exchanged once in 65,536 tokens of each GPU",
-    ),
-    (
-        f"model=llama3-8b +cluster=1x8{GPU}",
-        "state alone is 16 bytes x 8.03 billion / 8; one sequence fits, two do not",
-    ),
-    (f"model=llama3-8b +cluster=2x8{GPU}", "between nodes only gradients go, once a step"),
-    (
-        f"model=llama3-70b +cluster=8x8{GPU}",
-        "the fewest shards with room for two sequences, which halve the traffic per token",
-    ),
-    (
-        f"model=cnn data=digits +cluster=1x1{GPU}",
-        "images of 8 x 8; raise batch.global_size for your own",
-    ),
+    "model=gpt2-124m +cluster=1x1",
+    "model=gpt2-124m +cluster=1x8",
+    "model=llama3-8b +cluster=1x8",
+    "model=llama3-8b +cluster=2x8",
+    "model=llama3-70b +cluster=8x8",
+    "model=cnn data=digits +cluster=1x1",
 )
 # float32: the gradient is read; parameter and two moments are read and written.
 UPDATE_BYTES = 4 * (1 + 2 * 3)
@@ -90,13 +75,11 @@ def tables() -> dict[str, str]:
         + " |"
         for peak in sorted(set(PEAK_FLOPS.values()), reverse=True)
     ]
+    size, *_ = models["llama3-8b"]
     memory = [
-        f"| {card} | {rate / 1e12:.2f} | {PEAK_FLOPS[card] / rate:,.0f} | "
-        + " | ".join(f"{1e3 * UPDATE_BYTES * size / rate:,.1f}" for size, _, _, _ in models.values())
-        + " |"
+        f"| {card} | {rate / 1e12:.2f} | {PEAK_FLOPS[card] / rate:,.0f} | {1e3 * UPDATE_BYTES * size / rate:,.1f} |"
         for card, rate in BANDWIDTH.items()
     ]
-    names = list(MODELS.values())
     return {
         "defaults": defaults(),
         "operations": _table(
@@ -104,11 +87,11 @@ def tables() -> dict[str, str]:
             operations,
         ),
         "limits": _table(
-            ["cards", "peak, TFLOP/s", *names],
+            ["cards", "peak, TFLOP/s", *MODELS.values()],
             limits,
         ),
         "memory": _table(
-            ["card", "TB/s", "tokens per weight", *(f"{name}: update, ms" for name in names)],
+            ["card", "TB/s", "tokens per weight", f"{MODELS['llama3-8b']}: update, ms"],
             memory,
         ),
     }
@@ -117,22 +100,22 @@ def tables() -> dict[str, str]:
 def defaults() -> str:
     """Returns the table of what a plan chooses where nothing but model and GPUs is typed."""
     rows = []
-    for words, why in CASES:
-        plan = plan_run(compose(Words(overrides=words.split())), cwd=REPOSITORY, env={}, settle=settle_parallel)
+    for words in CASES:
+        overrides = [*words.split(), GPU]
+        plan = plan_run(compose(Words(overrides=overrides)), cwd=REPOSITORY, env={}, settle=settle_parallel)
         memory = estimate_run(plan, facts=None, env={}).memory
         layout, config, batch = plan.layout, plan.config, plan.batch
         ways = {(False, False): "one rank", (True, False): "DDP", (False, True): "FSDP2", (True, True): "HSDP"}
         way = ways[layout.dp_replicate > 1, layout.dp_shard > 1]
         tokens = batch.local_size * (config.data or {}).get("context", 0)
         cells = [
-            f"`{words.replace(GPU, '')}`",
+            f"`{words}`",
             way if layout.world_size == 1 else f"{way}: {layout}",
             f"{batch.local_size} x {batch.ranks} x {batch.accumulation}",
             f"{tokens:,}" if tokens else "-",
             f"{plan.lr:g}",
             config.parallel.activation_checkpointing,
             "-" if memory is None else f"{memory.total_bytes / 2**30:.1f}",
-            why,
         ]
         rows.append(f"| {' | '.join(cells)} |")
     head = [
@@ -142,9 +125,9 @@ def defaults() -> str:
         "tokens of a micro-batch",
         "peak lr",
         "recomputed",
+        "GiB per rank",
     ]
-    titles = [*head, "GiB per rank", "why"]
-    return "\n".join([f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *rows])
+    return "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *rows])
 
 
 def _table(head: list[str], rows: list[str]) -> str:

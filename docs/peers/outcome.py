@@ -52,7 +52,7 @@ class Outcome:
         if self.done_beside:
             steps += f", **{self.done_beside} beside the new ranks by old ones**"
         weights = "weights equal" if self.is_golden else "**other weights**"
-        return f"{self.state}{restarts}, finished, {steps}, {weights}"
+        return f"{self.state}{restarts}, {steps}, {weights}"
 
 
 def judge(

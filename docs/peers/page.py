@@ -23,11 +23,11 @@ should run on the cluster).
 
 {table}
 
-Each cell has the final state of the job in Slurm, the number of restarts, whether all steps were done without a
-person, how many were done twice or never, whether old ranks continued beside the new ones, and whether the last
-weights are equal, bit for bit, to those of the peer's own run without a fault. Bold marks unwanted results. Ranks
-of a lost node stay alive, and write a checkpoint after the new ranks have begun. This toolkit refuses it, so all
-steps since the one before are done again; the peers load it.
+Each cell has the final state of the job in Slurm, the number of restarts, how many steps were done twice or never
+without a person's help, whether old ranks continued beside the new ones, and whether the last weights are equal,
+bit for bit, to those of the peer's own run without a fault. Bold marks unwanted results. Ranks of a lost node stay
+alive, and write a checkpoint after the new ranks have begun. This toolkit refuses it, so all steps since the one
+before are done again; the peers load it.
 
 ## How each was set up
 

@@ -23,11 +23,11 @@ BESIDE = [*steps(1, 2), *steps(1, start=1), *steps(3), *steps(2, 3, start=1)]
 @pytest.mark.parametrize(
     ("facts", "cell"),
     [
-        ({"steps": steps(1, 2, 1, 2, 3)}, "COMPLETED, 1 restart, finished, 2 steps twice, weights equal"),
-        ({"digest": "b"}, "COMPLETED, 1 restart, finished, no step twice, **other weights**"),
+        ({"steps": steps(1, 2, 1, 2, 3)}, "COMPLETED, 1 restart, 2 steps twice, weights equal"),
+        ({"digest": "b"}, "COMPLETED, 1 restart, no step twice, **other weights**"),
         (
             {"steps": BESIDE},
-            "COMPLETED, 1 restart, finished, 3 steps twice, **1 beside the new ranks by old ones**, weights equal",
+            "COMPLETED, 1 restart, 3 steps twice, **1 beside the new ranks by old ones**, weights equal",
         ),
         # Never ended, whatever Slurm says.
         ({"steps": steps(1), "digest": "", "restarts": 0}, "**COMPLETED, 2 steps never**, no step twice"),
