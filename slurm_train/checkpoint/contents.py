@@ -7,7 +7,7 @@ it is saved, and `Of` says whose it is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,11 +140,11 @@ class State:
         """
         self._of_loop[name] = (part, of)
 
-    def content(self, header: CheckpointHeader) -> Content:
+    def content(self, header: Callable[[], CheckpointHeader]) -> Content:
         """Returns what this rank writes of this moment. Collective.
 
         Args:
-            header: facts for the manifest.
+            header: returns facts for the manifest; asked, as the parts of the loop are, when the writing begins.
 
         Raises:
             RunError: on every rank: the ranks hold different things, and what cannot be saved is named.
@@ -175,7 +175,7 @@ class State:
         if not terms.keeps_replicas:
             require_replicas(self._model, group=self._group)
         made = sorted(name for name, shape in shapes.items() if self._buffers.get(name) != shape)
-        extra = {**header.extra}
+        extra: dict[str, Any] = {}
         extra |= {PER_RANK: parts.per_rank} if parts.per_rank else {}
         # A stage may have parameters of one kind only.
         extra |= {_OPTIMIZERS: self._kinds} if terms.group_names is None else {}
@@ -183,17 +183,22 @@ class State:
         extra |= {OWN_BUFFERS: sorted(own_buffers)} if own_buffers else {}
         extra |= {OWN_STATE: sorted(self.watched.own_state)} if self.watched.own_state else {}
         extra |= {_LATER_GROUPS: later} if any(later := self._later_groups()) else {}
+        own = {
+            EXTRA: extra_of_modules,
+            VALUES: on_host(self._parts.own_values(parts)),
+            OWN_BUFFERS: on_host(own_buffers),
+            OWN_STATE: on_host(own_state),
+            _SWITCHES: self._switches.changed(structure),
+        }
+
+        def facts() -> tuple[dict[str, Any], CheckpointHeader]:
+            rank_state = {**self._states_of_loop(), **own}
+            given = header()
+            return rank_state, replace(given, weights=agreed.weights, extra={**given.extra, **extra})
+
         return Content(
             tensors=own_part(state, agreed),
-            rank_state={
-                **self._states_of_loop(),
-                EXTRA: extra_of_modules,
-                VALUES: on_host(self._parts.own_values(parts)),
-                OWN_BUFFERS: on_host(own_buffers),
-                OWN_STATE: on_host(own_state),
-                _SWITCHES: self._switches.changed(structure),
-            },
-            header=replace(header, weights=agreed.weights, extra=extra),
+            facts=facts,
             expected=agreed.tensors,
             # Saved buffers are e.g. running statistics; rotary tables are neither saved nor changed. A program may
             # change anything as soon as the call returns.

@@ -1,8 +1,8 @@
 """Makes a run's checkpoints: decides when one is due, copies the state, has a thread write it, and records the result.
 
-A periodic save costs the training a copy in memory; a thread writes the copy while training goes on. A save at a stop
-or at the end is the same, but waited for. The caller gives the content of a checkpoint as `Content`, so nothing here
-knows a model or a trainer.
+A periodic save costs the training a copy in memory; a thread writes the copy while training goes on. A copy may be made
+before it is known whether its step was good, and is dropped if not. A save at a stop or at the end is the same, but
+waited for. The caller gives the content of a checkpoint as `Content`, so nothing here knows a model or a trainer.
 
 A failure that all ranks have agreed on, e.g. a full disk, costs one checkpoint and is among the `news`. Any other
 failure ends the run: it is kept in `fatal` until all ranks have stopped at the same step, where the save of the stop
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,14 +46,23 @@ class Content:
 
     tensors: dict[str, Any]
     """Nested dictionary of tensors and plain values."""
-    rank_state: dict[str, Any]
-    """This rank's own state: what `torch.load(weights_only=True)` reads back."""
-    header: CheckpointHeader
-    """Facts for the manifest; rank 0's count."""
+    facts: Callable[[], tuple[dict[str, Any], CheckpointHeader]]
+    """Gives, when the writing begins, this rank's own state, which `torch.load(weights_only=True)` reads back, and the
+    facts for the manifest, of which rank 0's count."""
     expected: Mapping[str, str] | None = None
     """Number type and shape of each tensor that some rank holds; None: the weights of the header."""
     changes_in_forward: bool = False
     """The next forward pass changes some of the tensors already, e.g. running statistics."""
+
+
+class Copied(NamedTuple):
+    """A moment of the training that is not written yet; the next copy takes its place."""
+
+    content: Content
+    tensors: dict[str, Any]
+    """Those of the content as they were at that moment; without a background, those themselves."""
+    duration_s: float
+    """Seconds that the training has waited for it."""
 
 
 @dataclass(slots=True)
@@ -133,29 +142,50 @@ class Saves:
             CheckpointError: it could not be written; the previous checkpoint is intact.
             RunError: a newer attempt has taken over.
         """
-        outcome = self._save(content, step=step, tier=Tier(place=self.place), waits=True)
+        copied = self.copy(content, waits=True)
+        outcome = self._write(copied, step=step, tier=Tier(place=self.place), waits=True)
         assert outcome is not None
         if isinstance(outcome.result, Exception):
             raise _error_of(outcome)
 
-    def save_soon(self, content: Callable[[], Content], *, step: int) -> str | None:
-        """Begins a periodic or requested save; returns when this moment is copied. Collective.
+    def copy(self, content: Callable[[], Content], *, waits: bool = False) -> Copied:
+        """Copies this moment when the save before has ended, for `save_soon`, or to be dropped. Collective.
+
+        On a GPU the copy begins when the step that is under way is done; the host goes on at once.
+
+        Args:
+            content: returns what to write; called when the save before has ended.
+            waits: the training stands still until it is written.
+
+        Raises:
+            SlurmTrainError: the save before it failed in a way that ends the run.
+        """
+        start_s = self.clock()
+        self.finish()
+        written = content()
+        tensors = written.tensors
+        # Tensors on a GPU are always copied: the thread writes from host memory.
+        if self.in_background and (not waits or self.buffers.is_remote):
+            tensors = self.buffers.stage(tensors)
+            if written.changes_in_forward:
+                self.buffers.hold_changes()
+        return Copied(written, tensors, self.clock() - start_s)
+
+    def save_soon(self, copied: Copied, *, step: int) -> str | None:
+        """Begins a periodic or requested save; training goes on when this returns. Collective.
 
         A requested checkpoint is to be kept, so it is written into the run directory at once. If the save fails, `news`
         says so.
 
         Args:
-            content: returns what to write; called when the save before has ended.
+            copied: the newest copy, of this step.
             step: number of the optimizer step.
 
         Returns:
             A note for the user about the next save, if there is one.
-
-        Raises:
-            SlurmTrainError: the save before it failed in a way that ends the run.
         """
         tier = Tier(place=self.place) if self.is_requested else self.tier
-        self._save(content, step=step, tier=tier, waits=False)
+        self._write(copied, step=step, tier=tier, waits=False)
         self.is_requested = False
         return self.pace.saved(step, blocked_s=self.times.blocked_s, save_s=self.times.newest_s, group=self.peers)
 
@@ -177,7 +207,7 @@ class Saves:
         self.saver.prepare(work)
 
     def finish(self) -> None:
-        """Waits for a save that is running, and records its outcome, see `news`.
+        """Waits for a save that is running, and for a copy, and records the outcome of the save, see `news`.
 
         Raises:
             SlurmTrainError: it, or one before it, failed in a way that ends the run.
@@ -185,6 +215,8 @@ class Saves:
         outcome = self.saver.wait()
         if outcome is not None:
             self._record(outcome)
+        # One that was dropped may still be read from tensors that are about to be replaced.
+        self.buffers.wait_for_copy()
         if self.fatal is not None:
             raise self.fatal
 
@@ -224,18 +256,10 @@ class Saves:
         """Removes what a finished run has outside of the run directory."""
         self.tier.close()
 
-    def _save(self, content: Callable[[], Content], *, step: int, tier: Tier, waits: bool) -> Outcome | None:
-        """Saves when the save before has ended; returns the outcome, None while the save runs in the background."""
+    def _write(self, copied: Copied, *, step: int, tier: Tier, waits: bool) -> Outcome | None:
+        """Writes a copy; returns the outcome, None while the save runs in the background."""
         start_s = self.clock()
-        self.finish()
-        written = content()
-        tensors = written.tensors
-        # Tensors on a GPU are always copied: the thread writes from host memory.
-        if self.in_background and (not waits or self.buffers.is_remote):
-            tensors = self.buffers.stage(tensors)
-            if written.changes_in_forward:
-                self.buffers.hold_changes()
-        work = self._work(written, tensors, tier)
+        work = self._work(copied, tier)
         outcome = None
         if not self.in_background:
             outcome = self.saver.run(work, step=step)
@@ -243,7 +267,7 @@ class Saves:
             self.saver.start(work, step=step)
             if waits:
                 outcome = self.saver.wait()
-        stall_s = self.clock() - start_s
+        stall_s = copied.duration_s + self.clock() - start_s
         self.times.blocked_s += stall_s
         if self.log is not None:
             self.log.stalled(step, stall_s)
@@ -251,8 +275,9 @@ class Saves:
             self._record(outcome)
         return outcome
 
-    def _work(self, content: Content, tensors: dict[str, Any], tier: Tier) -> Callable[[], Saved]:
-        """Returns the writing of these tensors."""
+    def _work(self, copied: Copied, tier: Tier) -> Callable[[], Saved]:
+        """Returns the writing of a copy, with the facts of now."""
+        rank_state, header = copied.content.facts()
 
         def work() -> Saved:
             if self.place.is_leader:
@@ -262,12 +287,12 @@ class Saves:
             self.buffers.wait_for_copy()
             saved = save_to(
                 tier.place,
-                tensors=tensors,
-                rank_state=content.rank_state,
-                header=content.header,
+                tensors=copied.tensors,
+                rank_state=rank_state,
+                header=header,
                 group=self.group,
                 protect=tuple(tier.protected),
-                expected=content.expected,
+                expected=copied.content.expected,
             )
             tier.add(saved, group=self.group)
             return saved

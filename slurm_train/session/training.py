@@ -85,7 +85,7 @@ class RunTraining(Training):
             if waits:
                 self._saves.save(content, step=step)
             else:
-                self._say(self._saves.save_soon(content, step=step))
+                self._say(self._saves.save_soon(self._saves.copy(content), step=step))
         self._say(*self._saves.news())
 
     def finish(self) -> None:
@@ -170,4 +170,4 @@ class RunTraining(Training):
         if step == self._checkpoints.newest_step:
             # Something was done since, such as an evaluation or the end of an epoch.
             self._saves.save_again(step)
-        return self._state.content(self._checkpoints.header(step, kind=PROGRAM))
+        return self._state.content(partial(self._checkpoints.header, step, kind=PROGRAM))

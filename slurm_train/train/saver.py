@@ -14,7 +14,7 @@ from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.contents import State, Terms
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.checkpoint.resumption import Resumption, run_place
-from slurm_train.checkpoint.saves import Content, Saves, build_saves
+from slurm_train.checkpoint.saves import Content, Copied, Saves, build_saves
 from slurm_train.checkpoint.state import training_state
 from slurm_train.config.frozen import config_hash
 from slurm_train.data.build import ALLOW_WORLD_CHANGE
@@ -124,13 +124,17 @@ class TrainerSaver:
         """Saves the position; returns when the checkpoint is durable. See `Saves.save`. Collective."""
         self.saves.save(self.content, step=self.position.step)
 
-    def save_soon(self) -> str | None:
-        """Begins a save of the position; returns when it is copied. See `Saves.save_soon`. Collective."""
-        return self.saves.save_soon(self.content, step=self.position.step)
+    def copy(self) -> Copied:
+        """Copies the training as it is now; the position counts as it is when the writing begins. Collective."""
+        return self.saves.copy(self.content)
+
+    def save_soon(self, copied: Copied) -> str | None:
+        """Begins to write a copy of the position. See `Saves.save_soon`. Collective."""
+        return self.saves.save_soon(copied, step=self.position.step)
 
     def content(self) -> Content:
         """Returns what this rank writes of the training as it is now. Collective."""
-        return self.state.content(self._header())
+        return self.state.content(self._header)
 
     @property
     def _batch_sizes(self) -> dict[str, Any]:

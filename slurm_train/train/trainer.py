@@ -178,6 +178,12 @@ class Trainer:
             collect_garbage(step)
         evaluates = step == self.max_steps or bool(eval_every and step % eval_every == 0)
         saves = self.saves.pace.is_due(step)
+        # While a GPU is still at the step: when its result has come, the GPU has nothing to do.
+        copied = None
+        if saves and not evaluates and self._may_copy_early:
+            with self.progress.span("checkpoint_stall_s"):
+                self.rank.heartbeat.mark("save")
+                copied = self.saver.copy()
         # What is evaluated or saved has been read before, so nothing that went wrong gets into it.
         if (evaluates or saves or self.saves.is_requested) and self._read_pending():
             return
@@ -188,7 +194,14 @@ class Trainer:
         if (saves or self.saves.is_requested) and not is_last:
             with self.progress.span("checkpoint_stall_s"):
                 self._before_save()
-                self.say(self.saver.save_soon())
+                self.say(self.saver.save_soon(copied or self.saver.copy()))
+
+    @property
+    def _may_copy_early(self) -> bool:
+        """Whether all is copied as it will be when the newest step has been read."""
+        # Before a save a callback may change what it saves, and by then it knows the step's result.
+        hooks = (getattr(callback.on_save, "__func__", None) for callback in self.callbacks.values())
+        return not self.stops.is_agreed and all(hook is Callback.on_save for hook in hooks)
 
     def _end_start_up(self, start_up: StartUp) -> None:
         start_up.end(self.stepper.passes.buffers)

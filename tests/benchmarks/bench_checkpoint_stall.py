@@ -71,7 +71,7 @@ class Bench:
         """A periodic save."""
         self.number += 1
         self.saver.position.step = self.number
-        self.saver.save_soon()
+        self.saver.save_soon(self.saver.copy())
 
     def torch_save(self) -> None:
         """torch.save of both state dicts and fsync."""

@@ -44,15 +44,9 @@ def make_state(model: nn.Module, terms: Terms, kind: Any = torch.optim.SGD, **ob
 
 
 def save(root: Path, state: State, step: int = 4, group: Any = None) -> None:
-    content = state.content(make_header(step))
-    save_checkpoint(
-        root,
-        tensors=content.tensors,
-        rank_state=content.rank_state,
-        header=content.header,
-        group=group,
-        keep=9,
-    )
+    content = state.content(lambda: make_header(step))
+    rank_state, header = content.facts()
+    save_checkpoint(root, tensors=content.tensors, rank_state=rank_state, header=header, group=group, keep=9)
 
 
 def restore(root: Path, state: State, group: Any = None) -> list[str]:

@@ -145,7 +145,9 @@ def farthest(one: Iterable[float], other: Iterable[float]) -> float:
 
 def save_soon(trainer: Trainer) -> None:
     """Begins a periodic save of a trainer, as its loop does. Collective."""
-    trainer.saver.save_soon()
+    copied = trainer.saver.copy()
+    trainer._read_pending()
+    trainer.saver.save_soon(copied)
 
 
 def release(trainer: Trainer) -> None:

@@ -18,10 +18,11 @@ from slurm_train.checkpoint import local, save
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.local import LocalSaves
 from slurm_train.checkpoint.manifest import Manifest
+from slurm_train.checkpoint.saves import Saves
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train import context, layout
-from slurm_train.train.step import StepFacts, Stepper
+from slurm_train.train.step import StepFacts, Stepper, StepResult
 
 
 def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
@@ -35,6 +36,8 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
             {"dark_step"}: the power of rank 0 is cut when the checkpoint of that step is committed, and what
             metrics.jsonl has got since its last fsync is gone;
             {"tells_opened"}: none, but each file of this name that is opened is printed;
+            {"reads_late"}: none, but a CPU gives the result of a step with the next one, as a GPU does, and it is
+            printed when results are read, and when a save copies and writes;
             {"emulates_float8"}: none, but a CPU takes itself for a device that multiplies in float8.
         run: the run.
         rank: this rank.
@@ -49,6 +52,8 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
         _give_own_disk(rank)
     if "tells_opened" in fault:
         _tell_opened(fault["tells_opened"])
+    if fault.get("reads_late"):
+        _read_late(rank)
     if fault.get("emulates_float8"):
         _emulate_float8()
     write_file = save.write_file
@@ -113,6 +118,40 @@ def _send_in(step: int, sent: signal.Signals) -> None:
         return take_step(self, facts, batches)
 
     Stepper.step = take  # type: ignore[method-assign]
+
+
+def _read_late(rank: int) -> None:
+    pending: list[StepResult] = []
+    take_step, copy, write = Stepper.step, Saves.copy, Saves._write
+
+    def tell(what: str) -> None:
+        print(f"rank {rank} {what}", file=sys.stderr)
+
+    def take(self: Stepper, facts: StepFacts, batches: Any) -> StepResult | None:
+        result = take_step(self, facts, batches)
+        assert result is not None
+        previous = drain(self)
+        pending.append(result)
+        return previous
+
+    def drain(_: Stepper) -> StepResult | None:
+        if not pending:
+            return None
+        result = pending.pop()
+        tell(f"reads {result.facts.step}" + ("" if result.applied else ", bad"))
+        return result
+
+    def tell_copy(self: Saves, *args: Any, **how: Any) -> Any:
+        tell("copies")
+        return copy(self, *args, **how)
+
+    def tell_write(self: Saves, *args: Any, step: int, **how: Any) -> Any:
+        tell(f"writes {step}")
+        return write(self, *args, step=step, **how)
+
+    Stepper.step, Stepper.drain = take, drain  # type: ignore[method-assign]
+    Stepper.forget = lambda _: pending.clear()  # type: ignore[method-assign]
+    Saves.copy, Saves._write = tell_copy, tell_write  # type: ignore[method-assign]
 
 
 def _emulate_float8() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.data.order import SampleOrder, samples_digest
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.lineage import Origin
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.train.health import (
     Health,
     RecentLosses,
@@ -84,6 +86,37 @@ def test_skip_and_rollback_apply_the_same_batches_bit_for_bit(tmp_path: Path) ->
     assert bad[0] in event["sample_ids"] and len(event["sample_ids"]) == GLOBAL
     (event,) = facts_of(tmp_path / "back", "rollback")
     assert (event["step"], event["to_step"], event["checkpoint_samples"], event["resume_samples"]) == (5, 4, 48, 60)
+
+
+@distributed
+@pytest.mark.parametrize("callbacks", [[], [{"_target_": "small_training.Teller"}]], ids=["none", "on_save"])
+def test_a_save_is_copied_before_its_step_is_read_and_dropped_if_that_was_bad(tmp_path: Path, callbacks: Any) -> None:
+    """Once the host has read its newest step, a GPU has nothing to do; so what takes the host long comes before.
+
+    A callback that acts before saves knows the step's result by then, and may change what is copied.
+    """
+    config = config_with(bad=[sample_of(BAD_STEP)], max_steps=7, every=1, on_non_finite="rollback")
+    late = tmp_path / "late"
+    text = run_to_end(late, {**config, "callbacks": callbacks}, fault={"reads_late": True})
+    expected = []
+    for step in range(1, 7):
+        if step == BAD_STEP:
+            expected += ["reads 5, bad"] if callbacks else ["copies", "reads 5, bad"]
+        expected += [f"reads {step}", "copies"] if callbacks else ["copies", f"reads {step}"]
+        expected.append(f"writes {step}")
+    expected += ["reads 7", "copies", "writes 7"]
+    for rank in range(2):
+        assert re.findall(rf"^rank {rank} (.*)$", text, re.MULTILINE) == expected
+    if callbacks:
+        return
+    run_to_end(tmp_path / "at once", config)
+    checkpoints = [list_checkpoints(run / "checkpoints") for run in (late, tmp_path / "at once")]
+    for found, same in zip(*checkpoints, strict=True):
+        files = [path.name for path in found.iterdir() if path.suffix in (".pt", ".distcp")]
+        assert len(files) == 4
+        assert all((found / name).read_bytes() == (same / name).read_bytes() for name in files)
+        ours, theirs = read_manifest(found), read_manifest(same)
+        assert (ours.samples, ours.extra) == (theirs.samples, theirs.extra)
 
 
 @distributed
