@@ -203,8 +203,9 @@ class _KeptNames:
 
     def __init__(self, structure: Structure, objects: Sequence[Any]) -> None:
         self._ids = list(map(id, objects))
-        # An id is an object's as long as that lives.
-        self._refs = [weakref.ref(value) for value in objects if isinstance(value, _OBJECTS)]
+        # An id is an object's as long as that lives. Names depend on the class of a module, of a tensor on its place
+        # alone; and torch refuses to exchange a tensor with a weak reference, as sharding does.
+        self._refs = [weakref.ref(value) for value in objects if isinstance(value, nn.Module)]
         self._names = [value for value in objects if not isinstance(value, _OBJECTS)]
         self._plain = structure.plain
         self._is_plain = structure.is_plain
