@@ -295,7 +295,7 @@ def preflight_waiting(size: int, folder: Path) -> Cost:
 def preflight_look(size: int, folder: Path) -> Cost:
     """Rank 0 looks once what the nodes that have not connected have written: all nodes but its own are slow."""
     from slurm_train.distributed.meeting import Meeting, listen
-    from slurm_train.tools.doctor.facts import Job
+    from slurm_train.tools.doctor.facts import JobFacts
     from slurm_train.tools.doctor.preflight import AbsentNodes
 
     preflight = _preflight(folder, 0, size)
@@ -305,7 +305,7 @@ def preflight_look(size: int, folder: Path) -> Cost:
     listener = listen(preflight.point, family=socket.AF_INET, address="127.0.0.1")
     assert listener is not None
     meeting = Meeting(listener, preflight.point, world_size=size, host="node0")
-    absent = AbsentNodes(preflight, meeting, Job(names=preflight.nodes, world_size=size, gpus_per_node=8, port=1))
+    absent = AbsentNodes(preflight, meeting, JobFacts(names=preflight.nodes, world_size=size, gpus_per_node=8, port=1))
     absent._looked_s -= 10.0
     with counted() as counts:
         assert not absent.is_enough()
