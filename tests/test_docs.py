@@ -183,6 +183,29 @@ def test_every_link_leads_somewhere(path: Path) -> None:
     assert broken_links(path, path.read_text(encoding="utf-8")) == []
 
 
+def torn_tables(text: str) -> list[str]:
+    """Returns the first line of each table that has no head, or a row with more or fewer cells than its head."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", f"{text}\n", re.MULTILINE):
+        rows = block.splitlines()
+        widths = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
+        if len(rows) < 2 or not re.fullmatch(r"[|:\- ]+", rows[1]) or len(widths) > 1:
+            found.append(rows[0])
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_table_is_whole(path: Path) -> None:
+    assert torn_tables(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_torn_table_is_found() -> None:
+    whole = "| a | b |\n|---|--:|\n| 1 | `x\\|y` |\n"
+    assert torn_tables(whole) == []
+    assert torn_tables(whole + "\n| 2 | 3 |\n") == ["| 2 | 3 |"]
+    assert torn_tables(whole + "| 2 |\n") == ["| a | b |"]
+
+
 def test_a_broken_link_is_found() -> None:
     page = REPOSITORY / "docs" / "slurm.md"
     text = "[a](design.md) [b](nowhere.md) [c](design.md#layers) [d](https://example.org/x) [e](#the-environment)"
