@@ -11,8 +11,6 @@ import re
 from slurm_train.assets import package_dir
 
 PAGE = "docs/troubleshooting.md"
-# A heading with fewer letters of its own, such as `srun: ...`, names only messages that begin so.
-_FEW_LETTERS = 12
 
 
 def address_of(message: str) -> str:
@@ -20,10 +18,11 @@ def address_of(message: str) -> str:
 
     Of several that fit, the one with the most words in common; none where the message names its section itself.
     """
-    if PAGE in message:
+    if not message or PAGE in message:
         return ""
-    fitting = [(letters, heading) for letters, heading, pattern in _sections() if pattern.search(message)]
-    return f"{PAGE}#{anchor(max(fitting)[1])}" if fitting else ""
+    lines = message.splitlines()
+    fitting = [heading for heading in _headings() if any(_fits(line, heading) for line in lines)]
+    return f"{PAGE}#{anchor(max(fitting, key=_words_in_common))}" if fitting else ""
 
 
 def with_address(text: str, message: str) -> str:
@@ -44,14 +43,27 @@ def headings_of(page: str) -> list[str]:
 
 
 @functools.cache
-def _sections() -> tuple[tuple[int, str, re.Pattern[str]], ...]:
-    """Returns the letters that each heading has of its own, the heading, and what fits it."""
-    text = (package_dir() / "explained.txt").read_text(encoding="utf-8")
-    return tuple(_section(heading) for heading in text.splitlines())
+def _headings() -> tuple[str, ...]:
+    return tuple((package_dir() / "explained.txt").read_text(encoding="utf-8").splitlines())
 
 
-def _section(heading: str) -> tuple[int, str, re.Pattern[str]]:
-    words = [part.strip() for part in heading.split("...")]
-    letters = sum(map(len, words))
-    begins = r"^" if letters < _FEW_LETTERS or words[0] else ""
-    return letters, heading, re.compile(begins + ".*".join(map(re.escape, words)), re.MULTILINE)
+def _fits(line: str, heading: str) -> bool:
+    """Returns whether a line has the words of a heading in their order; without "..." in front it begins with them."""
+    first, *others = _words(heading)
+    if not line.startswith(first):
+        return False
+    end = len(first)
+    for words in others:
+        begin = line.find(words, end)
+        if begin < 0:
+            return False
+        end = begin + len(words)
+    return True
+
+
+def _words(heading: str) -> list[str]:
+    return [part.strip() for part in heading.split("...")]
+
+
+def _words_in_common(heading: str) -> tuple[int, str]:
+    return sum(map(len, _words(heading))), heading

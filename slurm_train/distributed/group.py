@@ -235,13 +235,13 @@ def open_axis(groups: Iterable[Sequence[int]], *, name: str, on_host: bool = Fal
     parts = [list(ranks) for ranks in groups]
     world: Any = dist.group.WORLD
     if len(parts) == 1:
-        return world  # type: ignore[no-any-return]
+        return world  # type: ignore[no-any-return]  # torch gives it no type
     description = f"{_MESH_GROUP}{name}"
     if getattr(world, "bound_device_id", None) is not None:
         takes_backend = "backend" in inspect.signature(dist.split_group).parameters
         options: dict[str, Any] = {"backend": "cuda:nccl"} if takes_backend and not on_host else {}
         split: Any = dist.split_group(split_ranks=parts, group_desc=description, **options)
-        return split  # type: ignore[no-any-return]
+        return split  # type: ignore[no-any-return]  # torch gives it no type
     opened = [dist.new_group(ranks, group_desc=description) for ranks in parts]
     (own,) = (group for group in opened if isinstance(group, dist.ProcessGroup))
     return own

@@ -57,7 +57,7 @@ class Training:
                 loss = torch.nn.functional.mse_loss(self.layers(inputs), targets)
                 return {"loss": loss} if mode == "loss" else (loss,)
 
-        class Counted(BaseMetric):  # type: ignore[misc]
+        class Counted(BaseMetric):  # type: ignore[misc]  # as above
             def process(self, _: Any, samples: Any) -> None:
                 self.results += [float(sample) for sample in samples]
 
@@ -65,7 +65,7 @@ class Training:
                 self.num_evaluated += 1
                 return {"error": sum(results) / len(results)}
 
-        class Count(Hook):  # type: ignore[misc]
+        class Count(Hook):  # type: ignore[misc]  # as above
             def before_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
                 at_step(runner.iter + 1)
 

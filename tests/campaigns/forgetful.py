@@ -14,4 +14,4 @@ def forget(self: TrainerSaver) -> list[str]:
     return notes
 
 
-TrainerSaver.resume = forget  # type: ignore[method-assign]
+TrainerSaver.resume = forget  # type: ignore[method-assign]  # the fault of this program
