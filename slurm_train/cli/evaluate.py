@@ -34,6 +34,7 @@ from slurm_train.code.imports import import_from_snapshot
 from slurm_train.code.snapshot import Source, read_source
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_DONE, ConfigError, require_all
+from slurm_train.evaluation.follower import MOST_WAITING
 from slurm_train.formatting import shorten
 from slurm_train.plan.plan import RunPlan
 from slurm_train.rundir.files import read_json, to_json
@@ -54,7 +55,7 @@ from slurm_train.start.evaluation import (
 )
 from slurm_train.start.start import Starter
 from slurm_train.start.write import require_writable
-from slurm_train.status.following import MOST_WAITING, summary_of
+from slurm_train.status.following import summary_of
 
 
 def main(words: Sequence[str]) -> int:

@@ -102,9 +102,6 @@ _FORMER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "train": {"cuda_graphs": False},
 }
 
-ID_DIGITS = 12
-"""Length of a run id. 48 bits: of 10,000 runs two have the same id with a probability of 2e-7."""
-
 Kind = Literal["harmless", "training", "impossible"]
 
 # The data set's own fingerprint tells whether these matter.

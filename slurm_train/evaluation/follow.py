@@ -2,7 +2,7 @@
 
 A follower waits for the next checkpoint with its ranks in short exchanges, so a stop (preemption, time limit, cancel)
 is acted upon within two seconds, and the hang watchdog sees that it lives. What is scored and what is next is on disk
-alone (`status.following`): killed at any moment, it goes on where it was.
+alone (`evaluation.follower`): killed at any moment, it goes on where it was.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from slurm_train.checkpoint.collect import discard_kept
 from slurm_train.distributed.group import shutdown
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, UnknownCheckpointError
 from slurm_train.evaluation.evaluate_checkpoint import load_weights, measure, require_same_samples
+from slurm_train.evaluation.follower import Follower, Waiting
 from slurm_train.rundir.files import create_empty
 from slurm_train.rundir.pins import release_pins
 from slurm_train.rundir.scores import Score, named
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.status.following import Follower, Waiting, summary_of
+from slurm_train.status.following import summary_of
 from slurm_train.train.build import build_alone, join
 from slurm_train.train.context import Rank
 from slurm_train.train.ending import write_result

@@ -28,7 +28,7 @@ from slurm_train.config.batch import (
     recut_batch,
     solve_batch,
 )
-from slurm_train.config.frozen import ID_DIGITS, config_hash, is_below
+from slurm_train.config.frozen import config_hash, is_below
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.program import Program, program_of
 from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_mapping
@@ -43,7 +43,7 @@ from slurm_train.plan.shell_choices import take_shell_choices
 from slurm_train.plan.shell_variables import refuse_unexpanded
 from slurm_train.rundir.files import plain_path
 from slurm_train.rundir.lookup import run_of_hash
-from slurm_train.rundir.paths import RunDirectory, require_room
+from slurm_train.rundir.paths import ID_DIGITS, RunDirectory, require_room
 from slurm_train.rundir.places import own_places
 from slurm_train.rundir.plan_record import PlannedBatch, PlannedRate, PlannedWorld, PlanRecord
 from slurm_train.rundir.sweep import Element, SweepDirectory, sweep_place

@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slurm_train.config.schema import RunConfig
 from slurm_train.rundir.files import (
     create_empty,
     listed,
@@ -34,6 +33,9 @@ from slurm_train.rundir.files import (
     write_record,
 )
 from slurm_train.rundir.paths import RunDirectory
+
+if TYPE_CHECKING:
+    from slurm_train.config.schema import RunConfig
 
 _LOOK_AFTER_S = 0.25
 # Shorter stops are no more than a slow step.

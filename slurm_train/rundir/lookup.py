@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from slurm_train.config.frozen import ID_DIGITS
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
 from slurm_train.rundir.files import (
@@ -25,7 +24,7 @@ from slurm_train.rundir.files import (
     write_atomic,
 )
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.paths import USER_PREFIX, RunDirectory, as_typed
+from slurm_train.rundir.paths import ID_DIGITS, USER_PREFIX, RunDirectory, as_typed
 from slurm_train.rundir.places import all_places, run_place
 from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.sweep import (

@@ -36,6 +36,8 @@ PASSED_OVER_PREFIX = "passed_over_"
 _MOST_PROBED = 20
 SETUP_FAILED = "cluster.setup: exit code "
 """Begin of the line that a batch script writes into its log where a command of `cluster.setup` has failed."""
+ID_DIGITS = 12
+"""Length of a run id. 48 bits: of 10,000 runs two have the same id with a probability of 2e-7."""
 USER_PREFIX = "@"
 """Of the name of a user's folder in a root that several users share; no name of a run begins so."""
 

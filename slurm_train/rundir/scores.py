@@ -23,6 +23,8 @@ from slurm_train.rundir.paths import RunDirectory
 
 EVALUATIONS = "evaluations"
 """Folder of a run's directory with its evaluations, each a run of its own."""
+REMOVED = "removed before it was scored"
+"""Problem of a save whose checkpoint was gone before its follower had measured it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from slurm_train.config.schema import ClusterSection
 from slurm_train.errors import ConfigError
 from slurm_train.slurm.job_variables import is_job_variable
+
+if TYPE_CHECKING:
+    from slurm_train.config.schema import ClusterSection
 
 Flags = dict[str, str | bool]
 

@@ -24,6 +24,7 @@ from slurm_train.checkpoint.verify import verify
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, ConfigError, RunError, UnknownCheckpointError
+from slurm_train.evaluation.follower import Follower, Waiting
 from slurm_train.formatting import as_float
 from slurm_train.rundir.files import create_empty, read_json, read_tail
 from slurm_train.rundir.paths import RunDirectory, find_save
@@ -32,7 +33,7 @@ from slurm_train.rundir.scores import Score, named
 from slurm_train.rundir.timing import ProgramProgress
 from slurm_train.session.signals import StopFlag
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.status.following import Follower, Waiting, summary_of
+from slurm_train.status.following import summary_of
 from slurm_train.worker.script import script_command, script_env
 
 CHECKPOINT = "SLURM_TRAIN_CHECKPOINT"

@@ -42,13 +42,13 @@ PHASES = {
 }
 AT_THE_END = ("finish", "result", "exit")
 FOLLOWING = {
-    "next": Phase("slurm_train.status.following", "Follower.next", 0.01, only_first=True),
-    "pin": Phase("slurm_train.status.following", "pin_save", 0.002, only_first=True),
+    "next": Phase("slurm_train.evaluation.follower", "Follower.next", 0.01, only_first=True),
+    "pin": Phase("slurm_train.evaluation.follower", "pin_save", 0.002, only_first=True),
     "weights": Phase("slurm_train.evaluation.follow", "load_weights", 0.03),
     "measure": Phase("slurm_train.evaluation.follow", "measure", 0.05),
-    "record": Phase("slurm_train.status.following", "Follower.record", 0.004, only_first=True),
-    "line": Phase("slurm_train.status.following", "append_score", 0.002, only_first=True),
-    "release": Phase("slurm_train.status.following", "release_pin", 0.001, only_first=True),
+    "record": Phase("slurm_train.evaluation.follower", "Follower.record", 0.004, only_first=True),
+    "line": Phase("slurm_train.evaluation.follower", "append_score", 0.002, only_first=True),
+    "release": Phase("slurm_train.evaluation.follower", "release_pin", 0.001, only_first=True),
 }
 """Of an evaluator that follows a run."""
 _ALL = {**PHASES, **FOLLOWING}

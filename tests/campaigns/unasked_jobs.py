@@ -17,6 +17,7 @@ from slurm_train.checkpoint.collect import collect_checkpoints
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ClusterError, RunError, SlurmTrainError
+from slurm_train.evaluation.follower import Follower
 from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.jobs import process_lives, record_job, take_lock, this_process
 from slurm_train.rundir.ledger import Start
@@ -27,7 +28,6 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import QueueView
 from slurm_train.start.cancel import cancel_run
 from slurm_train.status.activity import wait_for_runs
-from slurm_train.status.following import Follower
 from slurm_train.status.run_status import Surveyor, until_over
 from tests.campaigns.record import Tally
 from tests.support.ledgers import close_attempt

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import RunError
+from slurm_train.evaluation.follower import Waiting
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of, save_path
 from slurm_train.rundir.scores import append_score, read_scores
 from slurm_train.session.signals import StopFlag
-from slurm_train.status.following import Waiting
 from slurm_train.worker.scoring import _score
 from tests.support.joined_runs import joined, new_run
 

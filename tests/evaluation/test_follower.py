@@ -12,6 +12,8 @@ from slurm_train.checkpoint.commit import Place
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import RunError
+from slurm_train.evaluation import follower as follower_module
+from slurm_train.evaluation.follower import Follower, Waiting
 from slurm_train.rundir import pins
 from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.events import SaveLog
@@ -19,10 +21,9 @@ from slurm_train.rundir.jobs import record_job, take_lock, this_process
 from slurm_train.rundir.ledger import Start
 from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints, name_of
 from slurm_train.rundir.pins import list_pins, renew_lease
-from slurm_train.rundir.scores import read_scores
+from slurm_train.rundir.scores import REMOVED, read_scores
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.status import following
-from slurm_train.status.following import REMOVED, Follower, Waiting, summaries_of, summary_of
+from slurm_train.status.following import summaries_of, summary_of
 from tests.support.ledgers import close_attempt
 from tests.support.small_checkpoints import make_checkpoint, steps_in
 
@@ -131,15 +132,15 @@ def test_killed_at_any_point_it_goes_on_and_records_each_once(
 ) -> None:
     for step in (1, 2, 3):
         make_checkpoint(run.checkpoints, step)
-    real: Callable[..., object] = getattr(following, name)
+    real: Callable[..., object] = getattr(follower_module, name)
 
     def dies(*args: object, **kwargs: object) -> None:
-        monkeypatch.setattr(following, name, real)
+        monkeypatch.setattr(follower_module, name, real)
         if after:
             real(*args, **kwargs)
         raise Killed
 
-    monkeypatch.setattr(following, name, dies)
+    monkeypatch.setattr(follower_module, name, dies)
     with pytest.raises(Killed):
         evaluator.score_all()
     evaluator.start()
