@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -98,10 +98,11 @@ class Division:
         self._held: Holdings = {}
         # What `_held` was found out of.
         self._signs: list[Any] = []
+        # On what is held; None where it was refused, or not yet compared.
         self._agreed: Agreement | None = None
 
     def agree(
-        self, state: Mapping[str, Any], *, values: Mapping[str, Any], of_first_rank: Iterable[str] = ()
+        self, state: Mapping[str, Any], *, values: Mapping[str, Any], of_first_rank: Sequence[str] = ()
     ) -> Agreement:
         """Returns what this rank writes of a training state. Collective.
 
@@ -113,20 +114,20 @@ class Division:
         Raises:
             RunError: on every rank: the ranks hold different things, and what cannot be saved is named.
         """
-        signs = _signs_of([state, values, of_first_rank])
-        if signs == self._signs:
-            held = self._held
-        else:
+        signs = [*_signs_of([state, values]), *of_first_rank]
+        if signs != self._signs:
             held = describe(state, values=values)
             for name in of_first_rank:
                 part = held.get(name.partition(".")[0], {})
                 if name in part:
                     part[name] = part[name]._replace(num_bytes=0)
-            self._signs = signs
-        if not self._is_same_everywhere(held):
+            if held != self._held:
+                self._agreed = None
+            self._signs, self._held = signs, held
+        if not self._have_all_agreed():
+            # None until there is a new one: a refused state is compared again.
             self._agreed = None
-            self._agreed = self._compare(held, copies=copies_of_shards(state, rank=rank_in(self._group)))
-            self._held = held
+            self._agreed = self._compare(self._held, copies=copies_of_shards(state, rank=rank_in(self._group)))
         assert self._agreed is not None
         return self._agreed
 
@@ -141,12 +142,12 @@ class Division:
         """
         self._compare(describe(state))
 
-    def _is_same_everywhere(self, held: Holdings) -> bool:
-        """Returns whether no rank holds anything else than when the ranks agreed last. Collective."""
-        is_same = torch.tensor(int(self._agreed is not None and held == self._held))
+    def _have_all_agreed(self) -> bool:
+        """Returns whether every rank holds what it held when the ranks agreed last. Collective."""
+        has_agreed = torch.tensor(int(self._agreed is not None))
         if self._group is not None:
-            dist.all_reduce(is_same, op=dist.ReduceOp.MIN, group=self._group)
-        return bool(is_same.item())
+            dist.all_reduce(has_agreed, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(has_agreed.item())
 
     def _compare(self, held: Holdings, *, copies: Mapping[str, tuple[int, ...]] | None = None) -> Agreement:
         digests = {part: _digest(leaves) for part, leaves in held.items()}

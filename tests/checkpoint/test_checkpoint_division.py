@@ -23,7 +23,8 @@ from slurm_train.checkpoint.division import (
 from slurm_train.checkpoint.tree import merge_state
 from slurm_train.errors import RunError
 from tests.fakes.thread_peers import ThreadPeers, on_threads
-from tests.support.divided_states import examples, problems_of
+from tests.support.divided_states import VALUE as OF_VALUE
+from tests.support.divided_states import examples, problems_of, wrong_names
 from tests.support.warm_ranks import run_alone
 
 BIG, SMALL, VALUE = Leaf("float32[400]", 1600), Leaf("int64[]", 8), Leaf("a value")
@@ -194,6 +195,19 @@ def test_what_is_saved_covers_what_the_ranks_hold_once_or_is_refused_by_name(tri
     """The campaign `unshared-state` tries a thousand."""
     for example, problems in zip(tried, problems_of(tried), strict=True):
         assert problems == [], example
+
+
+@pytest.mark.distributed
+def test_a_refused_state_is_compared_again_and_no_rank_goes_by_what_it_held_before() -> None:
+    """A rank that holds the same twice, where the first save was refused for another rank's sake."""
+    alone, value = {"model.head": "int64"}, {"callbacks.0 own.Mine.x": OF_VALUE}
+    both = {**alone, "model.queue": "float32 400"}
+    held = [[alone, alone], [both, alone], [both, alone], [both, both], [both, both | value], [both | value] * 2]
+    saves = [
+        {"held": of_ranks, "streams": [{"place": 0}] * 2, "wrong": wrong_names(of_ranks, [0, 0])} for of_ranks in held
+    ]
+    assert [bool(save["wrong"]) for save in saves] == [False, True, True, False, True, False]
+    assert problems_of([{"stages": [0, 0], "saves": saves}]) == [[]]
 
 
 @pytest.mark.distributed
