@@ -87,8 +87,8 @@ _FORMS = (
     _Form("mmengine by iterations", r"iter\(train\)\s*\[\s*(?P<s>\d+)/(?P<S>\d+)\]"),
     _Form("mmcv by iterations", r"\biter \[(?P<s>\d+)/(?P<S>\d+)\]"),
     _Form(
-        "torchvision, ImageNet, mmcv",
-        r"epoch:?\s*\[?\s*(?P<e>\d+)(?:/(?P<E>\d+))?\s*\]\s*\[\s*(?P<b>\d+)/(?P<B>\d+)\]",
+        "torchvision, ImageNet, mmcv, ignite",
+        r"epoch:?\s*\[?\s*(?P<e>\d+)(?:/(?P<E>\d+))?\s*\]:?\s*\[\s*(?P<b>\d+)/(?P<B>\d+)\]",
     ),
     _Form("Swin", r"\btrain:?\s*\[(?P<e>\d+)/(?P<E>\d+)\]\s*\[(?P<b>\d+)/(?P<B>\d+)\]"),
     _Form(
@@ -105,7 +105,7 @@ _FORMS = (
     _Form("Ultralytics", r"^\s*(?P<e>\d+)/(?P<E>\d+)\s+[\d.]+[GM]B?\s.*\|\s*(?P<b>\d+)/(?P<B>\d+)\s*\["),
     _Form(_BAR, r"\|\s*(?P<s>\d+)/(?P<S>\d+)\s*\["),
     _Form("Lightning with rich", r"\bepoch\s+(?P<e>\d+)/(?P<E>\d+)\s+[━╸╺ ]+\s(?P<b>\d+)/(?P<B>\d+)"),
-    _Form("Keras", r"(?<![\d\[/])(?P<s>\d+)/(?P<S>\d+)\s+(?:\[[=.>]+\]|━)"),
+    _Form("Keras", r"(?<![\d\[/])(?P<b>\d+)/(?P<B>\d+)\s+(?:\[[=.>]+\]|━)"),
     _Form(
         _DICT,
         r"""^[^{]*\{(?!.*['"](?:eval_|train_runtime)).*['"]epoch['"]:\s*['"]?(?P<e>\d+(?:\.\d+)?)""",

@@ -7,7 +7,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from slurm_train.status.printed import read_line
 REPORTS = "reports"
 """The kind of marks that come from `metrics.jsonl`; others are named after a form of lines."""
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)"
-_LOSS = re.compile(rf"(?<![a-z])loss['\"]?\s*(?:[:=|]|is)?\s*['\"]?({_NUMBER})(?![\w/])", re.IGNORECASE)
+_LOSS = re.compile(rf"(?<![a-z])loss(?:_step)?['\"]?\s*(?:[:=|]|is)?\s*['\"]?({_NUMBER})(?![\w/])", re.IGNORECASE)
+_LOSS_OF_TABLE = re.compile(r"\|\s*loss\s*\|")
 _OWN = "pattern"
 _NOTES = ("slurm_train: ", "error: ", "hint: ", "  run ", "  ranks ", "  warning ")
 """How lines of this package begin, which are in the same file."""
@@ -53,6 +54,10 @@ class MarkReader:
         self.by_kind: dict[object, list[Mark]] = defaultdict(list)
         self._pattern = pattern
         self._offsets: dict[Path, int] = {}
+        self._newest: object = None
+        """The kind of the newest mark of the log."""
+        self._epoch = 0.0
+        """The newest that stood on a line without a count, as Keras prints it."""
 
     def read(self, metrics: Path | None, *, attempt: int) -> None:
         """Reads what is new.
@@ -99,15 +104,28 @@ class MarkReader:
             return
         found = read_line(line)
         if found is None:
+            if loss is not None and _LOSS_OF_TABLE.match(line):
+                self._take_loss_of_table(loss)
             return
         name, letters, totals = found.kind
         printed = found.printed
+        if printed.epoch is not None and printed.step is None and printed.within is None:
+            self._epoch = printed.epoch
+        elif printed.epoch is None and printed.within is not None and self._epoch:
+            printed = replace(printed, epoch=self._epoch)
         epoch, step = printed.place
         words = printed.words.partition("/")[0] if printed.epoch is None else printed.words
         words = f"step {words}" if printed.epoch is None and printed.step is not None else words
         # The letters of a bar change with its speed: s/it, it/s.
         kind = (name, "" if found.is_certain else letters, totals)
         self._add(kind, Mark((epoch, float(step)), words, loss, now_s, printed.max_steps, epoch))
+        self._newest = kind
+
+    def _take_loss_of_table(self, loss: float) -> None:
+        """Gives a loss to the newest mark: tables as those of Stable-Baselines3 have the two on different lines."""
+        marks = self.by_kind.get(self._newest)
+        if marks and marks[-1].loss is None:
+            marks[-1] = replace(marks[-1], loss=loss)
 
     def _take_report(self, line: str, attempt: int, now_s: float) -> None:
         try:

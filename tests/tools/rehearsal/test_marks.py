@@ -50,6 +50,58 @@ def read(tmp_path: Path, log: str, *, reports: list[dict[str, object]] | None = 
             [1.5, 1.25],
         ),
         ('{"step": 3, "loss": 0.5}\n{"step": 4, "loss": 0.25}\n', [(0, 3), (0, 4)], [0.5, 0.25]),
+        # diffusers, open_clip, nanochat, TRL, Lightning, ignite, Keras, Stable-Baselines3
+        (
+            "Epoch 0:  25%|##   | 1/4 [00:01<00:03,  1.13s/it, loss=1.5, lr=1e-06, step=1]\r"
+            "Epoch 1:  25%|##   | 1/4 [00:01<00:03,  1.13s/it, loss=1.25, lr=4e-06, step=5]\r",
+            [(0, 1), (1, 1)],
+            [1.5, 1.25],
+        ),
+        (
+            "2026-11-29,04:00:01 | INFO | Train Epoch: 0 [  32/6400 (0%)] Data (t): 0.5 LR: 0.0 Contrastive_loss: 3.5 "
+            "(3.5) Loss: 3.5 (3.5)\n2026-11-29,04:00:02 | INFO | Train Epoch: 0 [  64/6400 (1%)] Data (t): 0.5 LR: 0.0 "
+            "Contrastive_loss: 3.25 (3.375) Loss: 3.25 (3.375)\n",
+            [(0, 32), (0, 64)],
+            [3.5, 3.25],
+        ),
+        (
+            "Step 00000 | Validation bpb: 3.3\nstep 00000/00040 (0.00%) | loss: 10.5 | lrm: 1.00 | dt: 500.00ms\n"
+            "step 00001/00040 (2.50%) | loss: 10.25 | lrm: 1.00 | dt: 80.00ms\n",
+            [(0, 0), (0, 1)],
+            [10.5, 10.25],
+        ),
+        (
+            "{'loss': '6.0', 'entropy': '5.9', 'num_tokens': '128', 'mean_token_accuracy': '0', 'epoch': '0.01'}\n"
+            "{'loss': '5.5', 'entropy': '5.9', 'num_tokens': '256', 'mean_token_accuracy': '0', 'epoch': '0.02'}\n",
+            [(0.01, 0), (0.02, 0)],
+            [6.0, 5.5],
+        ),
+        (
+            "Epoch 0:  50%|##   | 1/2 [00:00<00:00, 9.1it/s, v_num=0, train_loss_step=2.5]\r"
+            "Epoch 1:  50%|##   | 1/2 [00:00<00:00, 9.1it/s, v_num=0, train_loss_step=1.5, train_loss_epoch=2.0]\r",
+            [(0, 1), (1, 1)],
+            [2.5, 1.5],
+        ),
+        (
+            "Epoch [1/3]: [7/63]  11%|#    , loss=2.25 [00:00<00:01]\r"
+            "Epoch [2/3]: [1/63]   2%|     , loss=2.0 [00:00<00:02]\r",
+            [(1, 7), (2, 1)],
+            [2.25, 2.0],
+        ),
+        (
+            "Epoch 1/2\n 1/9 ━━━━━━━━━━━━━━━━━━━━ 2s 41ms/step - loss: 2.5\n"
+            " 9/9 ━━━━━━━━━━━━━━━━━━━━ 1s 9ms/step - loss: 2.25\n"
+            "Epoch 2/2\n 1/9 ━━━━━━━━━━━━━━━━━━━━ 1s 41ms/step - loss: 2.0\n",
+            [(1, 1), (1, 9), (2, 1)],
+            [2.5, 2.25, 2.0],
+        ),
+        (
+            "| time/              |      |\n|    total_timesteps | 256  |\n"
+            "| time/              |      |\n|    total_timesteps | 512  |\n| train/             |      |\n"
+            "|    entropy_loss    | -0.7 |\n|    loss            | 8.5  |\n|    value_loss      | 30.5 |\n",
+            [(0, 256), (0, 512)],
+            [None, 8.5],
+        ),
         ("loading\ndone\n", [], []),
     ],
 )
