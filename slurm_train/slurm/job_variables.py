@@ -106,6 +106,9 @@ _EXPORTED_PREFIXES = (
         "TRANSFORMERS_",
         "DATASETS_",
         "TOKENIZERS_",
+        "JAX_",
+        "XLA_",
+        "KERAS_",
     ),
     *("WANDB_", "MLFLOW_", "TRACKIO_", "SINGULARITY", "APPTAINER", "ENROOT_", "PYXIS_", "HYDRA_"),
 )

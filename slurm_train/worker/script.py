@@ -99,6 +99,8 @@ def script_env(place: RankPlace, env: Mapping[str, str], *, code_dir: Path, run:
     variables |= {RUN_DIR: str(run.path), RANK_STEP: step_id(env), "PYTHONPATH": python_path}
     # A program that a signal ends, e.g. by a segmentation fault, then writes its Python stacks into its rank's log.
     variables.setdefault("PYTHONFAULTHANDLER", "1")
+    # A Python that a shell or another environment starts would keep the last lines of a killed program to itself.
+    variables.setdefault("PYTHONUNBUFFERED", "1")
     if place.local_world_size > 1:
         # If Slurm does not bind tasks, each rank would start a thread for every CPU of the node; torchrun sets 1.
         variables.setdefault(_NUM_THREADS, str(max(1, cpus_of_rank(env, ranks_on_node=place.local_world_size))))

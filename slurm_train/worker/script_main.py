@@ -120,10 +120,26 @@ def left_out(words: str, *, copy: str, folder: str) -> str:
         folder: the one that was copied.
     """
     match = re.search(re.escape(copy) + r"(/[^\s'\":,;)]+)", words)
+    if match is None and words:
+        # What downloads the data that it does not find names an address, and leaves an empty folder.
+        return _emptied(copy, folder)
     if match is None or os.path.exists(copy + match[1]):  # noqa: PTH110
         return ""
     beside = os.path.normpath(folder + match[1])
     return beside if os.path.exists(beside) else ""  # noqa: PTH110
+
+
+def _emptied(copy: str, folder: str) -> str:
+    """Returns the first folder that has files, and none in the copy, though it is there; "" for none."""
+
+    def has_files(place: str) -> bool:
+        return any(files for _, _, files in os.walk(place))
+
+    for name in sorted(os.listdir(copy)) if os.path.isdir(copy) else []:  # noqa: PTH112,PTH208
+        beside = os.path.join(folder, name)  # noqa: PTH118
+        if os.path.isdir(beside) and has_files(beside) and not has_files(os.path.join(copy, name)):  # noqa: PTH112,PTH118
+            return beside
+    return ""
 
 
 def leave_failure_mark(run_directory: str, code: int, words: str, *, place: str = "", lasting: bool = True) -> None:

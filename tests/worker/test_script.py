@@ -51,6 +51,13 @@ def test_ranks_of_a_node_share_its_cpus(tmp_path: Path, monkeypatch: pytest.Monk
     assert "OMP_NUM_THREADS" not in variables({}, replace(PLACE, local_world_size=1))
 
 
+def test_a_python_within_a_shell_keeps_no_lines_back(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert script_env(PLACE, MASTER, code_dir=tmp_path, run=run)["PYTHONUNBUFFERED"] == "1"
+    own = {**MASTER, "PYTHONUNBUFFERED": ""}
+    assert script_env(PLACE, own, code_dir=tmp_path, run=run)["PYTHONUNBUFFERED"] == ""
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [([], "names no script"), (["no.py"], "script=no.py: no such file"), (["nosuchprogram"], "no such program")],
@@ -210,6 +217,7 @@ def test_a_failure_is_told_although_children_end_meanwhile(tmp_path: Path) -> No
         ("open(Path(__file__).parent / 'data' / 'x.bin')", "data/x.bin"),
         ("raise RuntimeError(f'no images in {Path(__file__).parent}/data: none')", "data"),
         ("open(os.path.join(os.path.dirname(__file__), '../beside/y.txt'))", "../beside/y.txt"),
+        ("os.makedirs(Path(__file__).parent / 'data' / 'raw')\nraise OSError('no such address')", "data"),
         ("open(Path(__file__).parent / 'data' / 'no.bin')", ""),
         ("raise ValueError(__file__)", ""),
         ("open('data/no.bin')", ""),
