@@ -175,8 +175,12 @@ def _words(typed: Sequence[str], plan: RunPlan) -> tuple[str, ...]:
 
 
 def _environment(plan: RunPlan, env: Mapping[str, str], place: Path) -> dict[str, str]:
-    """Returns the variables of the runs: those that a job gets, without keys of trackers; nothing is sent anywhere."""
-    names = exported(env, plan.config.slurm.export) | {name for name in VISIBLE if name in env}
+    """Returns the variables of the runs, without keys of trackers; nothing is sent anywhere.
+
+    On a cluster they are those that a job gets, else the shell's but for secrets.
+    """
+    patterns = plan.config.slurm.export if plan.config.uses_cluster else ["*"]
+    names = exported(env, patterns) | {name for name in VISIBLE if name in env}
     # Inside an allocation srun and this package read what Slurm has set.
     names |= {name for name in env if plan.config.uses_cluster and name.startswith("SLURM_")}
     kept = {name: env[name] for name in names if name in env}
@@ -206,14 +210,16 @@ def _scope(
         notice=notice,
         num_parallel=_parallel(plan),
         is_shell=Path(program.name).name in _SHELLS or program.name.endswith(".sh"),
-        other_ranks=_other_ranks(plan, keys.get("run.processes")),
+        other_ranks=_other_ranks(plan, keys.get("run.processes"), is_asked="ranks" in only),
         saves_by_config=True,
         only=only,
     )
 
 
-def _other_ranks(plan: RunPlan, processes: str | None) -> tuple[str, ...] | str:
+def _other_ranks(plan: RunPlan, processes: str | None, *, is_asked: bool) -> tuple[str, ...] | str:
     """Returns the words for another number of ranks, or why there is none."""
+    if not is_asked and not program_of(plan.config).saves:
+        return "its author knows whether it goes on with another number; --only ranks tries it"
     nodes, per_node = plan.world.num_nodes, plan.world.ranks_per_node[0]
     if plan.config.uses_cluster:
         if nodes * per_node == 1:

@@ -41,6 +41,17 @@ def test_a_program_that_saves_nothing_does_not_survive_and_leaves_the_folder_alo
 
 
 @pytest.mark.full
+def test_a_program_of_two_ranks_that_prints_no_step_is_disturbed_by_the_clock_and_on_as_many_ranks(
+    person: Person,
+) -> None:
+    (person.folder / "silent.py").write_text("import time\ntime.sleep(100)\n")
+    words = ("script=[silent.py]", "run.processes=2", "--seconds", "1", "--json")
+    facts = json.loads(person.types("rehearse", *words, timeout_s=200).out)
+    assert [(row["key"], row["is_good"]) for row in facts["rows"]] == [("preempted", False), ("killed", False)]
+    assert all("--pattern" in row["advice"] and row["ended_after_s"] is not None for row in facts["rows"])
+
+
+@pytest.mark.full
 def test_a_program_of_the_session_survives_a_kill_and_a_preemption(person: Person) -> None:
     light_training.add_program(person)
     words = light_training.words(steps=400, step_s=0.1, save_every=3)
@@ -70,8 +81,8 @@ def test_wrong_words_are_refused_before_anything_is_written(
     assert not (person.folder / "runs").exists()
 
 
-def test_a_program_that_fails_undisturbed_is_named_with_its_error(person: Person) -> None:
-    (person.folder / "fails.py").write_text("import os\nos.environ['MY_DATA']\n")
-    done = person.types("rehearse", "script=[fails.py]", env={"MY_DATA": "here"})
-    assert done.code != 0 and "MY_DATA" in done.err and "cluster.export" in done.err
+def test_a_program_gets_all_variables_but_secrets_and_is_named_with_its_error_where_it_fails(person: Person) -> None:
+    (person.folder / "fails.py").write_text("import os\nprint(os.environ['MY_DATA'])\nos.environ['MY_API_KEY']\n")
+    done = person.types("rehearse", "script=[fails.py]", env={"MY_DATA": "here", "MY_API_KEY": "s"})
+    assert done.code != 0 and "MY_API_KEY" in done.err and "all but secrets" in done.err
     shutil.rmtree(person.folder / "runs")

@@ -32,9 +32,12 @@ _LEAST_S = 3.0
 """An undisturbed run is watched so long from its first mark on, however fast its steps are."""
 _FIRST_SAVE = 5
 """Step at which the undisturbed run of a program that asks `is_due` saves."""
+_SLOW_START = 3
+"""The first mark is waited for so many times as long as the undisturbed run may take from there on."""
 _BLIND_S = 12.0
-"""How long a run that says nothing of its steps is watched."""
+"""When a run that says nothing of its steps is disturbed, at the latest."""
 _MARGIN = 4.0
+_OF_JOB = "it has the variables of a job, which are not all of the shell's (cluster.export=[NAME])"
 LABELS = {
     "again": "not disturbed, once more",
     "preempted": "preempted",
@@ -85,7 +88,7 @@ def rehearse(setting: RehearsalSetting, scope: Scope, *, say: Callable[[str], No
     marks = undisturbed.marks
     start_s = (marks[0].seen_s - start.started_s) if marks else course.seconds / 2
     disturbances, rows = _disturbances(scope, undisturbed, start_s=start_s)
-    described = _describe(undisturbed, start_s=start_s)
+    described = _describe(undisturbed, start_s=start_s, seconds=course.seconds)
     say(f"undisturbed: {described}")
     each_s = 2 * start_s + (marks[-1].seen_s - marks[0].seen_s if marks else 2 * _BLIND_S) + _MARGIN
     num_rounds = -(-len(disturbances) // scope.num_parallel)
@@ -121,10 +124,11 @@ def _undisturbed(setting: RehearsalSetting, scope: Scope) -> tuple[Course, Undis
     has_failed = start.ended_s is not None and start.exit_code != 0
     if has_failed:
         error = start.traceback or start.last_words or next(iter(start.remarks), "")
+        beside = next((f"{remark}; " for remark in start.remarks if "`__file__`" in remark), "")
         raise RunError(
             f"the undisturbed run failed with exit code {start.exit_code}: {error}",
-            hint=f"its output is in {setting.place / 'undisturbed' / 'start_0.log'}; it has the variables of a job, "
-            "which are not all of this shell's (cluster.export=[NAME])",
+            hint=f"{beside}its output is in {setting.place / 'undisturbed' / 'start_0.log'}; "
+            + ("of this shell's variables it gets all but secrets" if setting.job_id is None else _OF_JOB),
         )
     undisturbed = Undisturbed(
         kind=kind,
@@ -156,7 +160,7 @@ class _Watch:
     def __call__(self, reader: MarkReader, seconds: float) -> bool:
         kind = choose_kind(reader.by_kind)
         if kind is None:
-            return seconds > _BLIND_S and not reader.by_kind and seconds > self._scope.longest_s
+            return not reader.by_kind and seconds > _SLOW_START * self._scope.longest_s
         marks = reader.by_kind[kind]
         since_first_s = time.monotonic() - marks[0].seen_s
         self._look(len(marks))
@@ -176,10 +180,10 @@ class _Watch:
             self.saved_at = num_marks
 
 
-def _describe(undisturbed: Undisturbed, *, start_s: float) -> str:
+def _describe(undisturbed: Undisturbed, *, start_s: float, seconds: float) -> str:
     marks = undisturbed.marks
     if not marks:
-        return "nothing in its log says how far it is"
+        return f"nothing in its log says how far it is, within {duration(seconds)} (--seconds)"
     by = "by its reports" if undisturbed.has_joined else "by its log"
     took_s = marks[-1].seen_s - marks[0].seen_s
     end = ", its end" if undisturbed.is_finished else ""
@@ -297,10 +301,12 @@ def _play_all(
     longest_s = _MARGIN * (start_s + took_s) + 60.0
     kind = undisturbed.kind
 
-    def has_done_enough(reader: MarkReader, seconds: float, *, is_back: bool = False) -> bool:
+    def has_done_enough(reader: MarkReader, seconds: float, *, after: Disturbance | None = None) -> bool:
         seen = reader.by_kind.get(kind, [])
         if kind is None:
-            return seconds > 2 * _BLIND_S
+            # The first start ends by its signals, whose moment is a time.
+            return after is not None and seconds > 2 * _BLIND_S
+        is_back = after is not None and after.after_s is None
         if is_back and len(seen) > MARKS_AFTER and seen[0].place <= marks[0].place:
             # It has begun anew, and what it does then is known.
             return True
@@ -319,7 +325,7 @@ def _play_all(
             disturbance,
             kind=kind,
             enough=has_done_enough,
-            enough_after=partial(has_done_enough, is_back=disturbance.after_s is None),
+            enough_after=partial(has_done_enough, after=disturbance),
             words=words,
             start_timeout_s=longest_s,
         )

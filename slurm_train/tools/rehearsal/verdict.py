@@ -64,9 +64,12 @@ class Undisturbed:
 
     @property
     def middle(self) -> Mark:
-        """Where a run is disturbed: in the middle, after a save if there is one, and with some marks behind it."""
+        """Where a run is disturbed: in the middle, after a save if there is one, and with some marks behind it.
+
+        Never at the first mark: a run that comes back there would look like one that begins anew.
+        """
         wanted = max(len(self.marks) // 2, (self.saved_at or 0) + 1)
-        return self.marks[max(0, min(wanted, len(self.marks) - 1 - MARKS_AFTER))]
+        return self.marks[max(1, min(wanted, len(self.marks) - 1 - MARKS_AFTER))]
 
     @property
     def total(self) -> int | None:
@@ -207,7 +210,8 @@ def _without_marks(row: Row, second: StartOfRun) -> Row:
         row,
         came_back="started again; its log does not say at which step",
         is_good=False,
-        advice="nothing in its log says how far it is: name the form of its lines by --pattern 'step (?P<step>\\d+)'",
+        advice="nothing in its log says how far it is: name the form of its lines by --pattern 'step (?P<step>\\d+)', "
+        "or wait longer for the first one: --seconds",
         see=_PAGE,
     )
 
@@ -423,7 +427,8 @@ class Rehearsal:
         lines += [f"{row.came_back}: {row.label}" for row in self.rows if row not in tried]
         num_bad = sum(row.is_good is False for row in self.rows)
         num_judged = sum(row.is_good is not None for row in self.rows)
-        verdict = "survives" if self.survives else f"does not survive {num_bad} of {num_judged}"
+        judged = f"does not survive {num_bad} of {num_judged}" if num_judged else "was not judged"
+        verdict = "survives" if self.survives else judged
         lines.append(f"{self.name} {verdict}; two undisturbed runs: {self.noise}; took {duration(self.seconds)}")
         return "\n".join(lines)
 

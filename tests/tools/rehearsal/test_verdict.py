@@ -173,6 +173,11 @@ def test_differences_within_the_noise_of_two_undisturbed_runs_are_no_fault() -> 
     assert row_of(FIRST, other, noise=noise).is_good is True
 
 
+def test_slow_marks_are_enough_to_tell_a_run_that_begins_anew() -> None:
+    slow = replace(UNDISTURBED, marks=marks(range(3)))
+    assert slow.middle.words == "step 1"
+
+
 def test_a_disturbance_that_never_came_says_nothing() -> None:
     assert row_of(replace(FIRST, signalled_s=None), None).is_good is None
 
@@ -184,7 +189,8 @@ def test_a_program_survives_if_a_row_is_good_and_none_is_bad() -> None:
     )
     assert rehearsal.survives and "a.py survives" in rehearsal.text()
     assert not replace(rehearsal, rows=(good, replace(good, is_good=False))).survives
-    assert not replace(rehearsal, rows=(left_out("epoch", "e", "no"),)).survives
+    unjudged = replace(rehearsal, rows=(left_out("epoch", "e", "no"),))
+    assert not unjudged.survives and "a.py was not judged" in unjudged.text()
 
 
 def test_the_page_has_each_row_with_its_sentence() -> None:
