@@ -12,9 +12,11 @@ from tests.support import light_training
 from tests.support.command_line import Person
 
 PRINTS = """
-import time
+import os, time
 open("mine.txt", "a").write("again")
+os.makedirs("checkpoints", exist_ok=True)
 for step in range(1, 100):
+    open("checkpoints/last.pt", "w").write(str(step))
     time.sleep(0.1)
     print(f"step {step}/99 loss {1 / step:.4f}", flush=True)
 """
@@ -27,14 +29,14 @@ def person(tmp_path: Path) -> Person:
     return Person(folder)
 
 
-def test_a_program_that_saves_nothing_does_not_survive_and_leaves_the_folder_alone(person: Person) -> None:
+def test_a_program_that_loads_nothing_does_not_survive_and_leaves_the_folder_alone(person: Person) -> None:
     (person.folder / "prints.py").write_text(PRINTS)
     done = person.types("rehearse", "script=[prints.py]", "--steps", "6", "--only", "killed", "--json")
     assert done.code == 1, done.err
     facts = json.loads(done.out)
     (row,) = facts["rows"]
     assert (row["key"], row["is_good"], row["came_back"]) == ("killed", False, "began anew at step 1")
-    assert row["see"] == "docs/own-training-program.md"
+    assert "checkpoints/last.pt" in row["advice"] and row["see"] == "docs/scripts.md#the-scripts-own-resume"
     assert sorted(path.name for path in person.folder.iterdir()) == ["prints.py", "runs"]
     status = person.types("status", "--json")
     assert "prints" not in status.out + status.err, "rehearsed runs are no runs of the person"

@@ -388,9 +388,11 @@ class _Case:
 
     def _files(self) -> dict[str, tuple[int, int]]:
         run = self.run
-        folders = [self._folder] if run is None else [self._folder, run.path]
-        files = files_in(*folders, without=_OF_TOOLKIT)
-        return {name: status for name, status in files.items() if not name.startswith("events@")}
+        files = files_in(self._folder)
+        if run is not None:
+            in_run = files_in(run.path, without=_OF_TOOLKIT)
+            files |= {name: status for name, status in in_run.items() if not name.startswith("events@")}
+        return files
 
     def _source_files(self) -> dict[str, tuple[int, int]]:
         return {} if self.run is None else files_in(self.run.code)

@@ -115,31 +115,29 @@ Files = Mapping[str, tuple[int, int]]
 """Relative path -> size and time of its last change, in ns."""
 
 
-def files_in(*folders: Path, without: Iterable[str] = ()) -> dict[str, tuple[int, int]]:
-    """Returns the files below some folders; links are not followed.
+def files_in(folder: Path, *, without: Iterable[str] = ()) -> dict[str, tuple[int, int]]:
+    """Returns the files below a folder; links are not followed.
 
     Args:
-        folders: the first gives names as they are, others are named after the folder.
-        without: names of files and folders directly below a folder that are left out.
+        folder: names are relative to it.
+        without: names of files and folders directly below it that are left out.
     """
     left_out = set(without)
     files: dict[str, tuple[int, int]] = {}
-    for folder in folders:
-        waiting = [folder]
-        while waiting:
-            here = waiting.pop()
-            with contextlib.suppress(OSError):
-                for entry in os.scandir(here):
-                    if here == folder and entry.name in left_out:
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        if entry.name != "__pycache__":
-                            waiting.append(Path(entry.path))
-                    elif entry.is_file(follow_symlinks=False):
-                        with contextlib.suppress(OSError):
-                            status = entry.stat(follow_symlinks=False)
-                            name = str(Path(entry.path).relative_to(folder))
-                            files[name] = (status.st_size, status.st_mtime_ns)
+    waiting = [folder]
+    while waiting:
+        here = waiting.pop()
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(here):
+                if here == folder and entry.name in left_out:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name != "__pycache__":
+                        waiting.append(Path(entry.path))
+                elif entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(OSError):
+                        status = entry.stat(follow_symlinks=False)
+                        files[str(Path(entry.path).relative_to(folder))] = (status.st_size, status.st_mtime_ns)
     return files
 
 
