@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from slurm_train.errors import ConfigError
-from slurm_train.models.objective import Objective, ScoreLoss, inputs_in, kind_of, labels_in
+from slurm_train.models.batch_parts import inputs_in, kind_of, labels_in
+from slurm_train.models.loss import Loss
+from slurm_train.models.mean_loss import MeanLoss
+from slurm_train.models.model_call import ModelCall
+from slurm_train.models.objective import Objective
 from slurm_train.models.own_loss import IGNORED
+from slurm_train.models.score_loss import ScoreLoss
 
 _NO_SCORE = re.compile(r"Target -?\d+ is out of bounds")
 _ONE_VALUE = "Expected more than 1 value per channel when training"
@@ -29,11 +34,11 @@ _NAMES_OF_TYPES = {
 
 def call_in(err: BaseException) -> str:
     """Returns how a model was called that has raised an exception, in one line; "" where no call of one is in it."""
-    found = _called_in(err, ScoreLoss.call)
+    found = _called_in(err, ModelCall.outputs_of)
     if found is None:
         return ""
-    objective, batch = found
-    name = type(objective.model).__name__
+    called, batch = found
+    name = type(called.model).__name__
     if isinstance(batch, dict):
         return f"{name} was called with {', '.join(f'{key}: {_typed(item)}' for key, item in batch.items())}"
     return (
@@ -48,11 +53,11 @@ def cause_in_batch(err: BaseException) -> ConfigError | None:
     Args:
         err: what was raised while a batch was scored.
     """
-    found = _called_in(err, Objective.forward, Objective.evaluation_sums, Objective.check_scores)
+    found = _called_in(err, Objective.forward, Objective.evaluation_sums, ScoreLoss.check_scores, MeanLoss.check_scores)
     if found is None:
         return None
-    objective, batch = found
-    name = type(objective.model).__name__
+    called, batch = found
+    name = type(called.model).__name__
     words = str(err)
     labels = labels_in(batch)
     if _NO_SCORE.search(words) and isinstance(labels, Tensor):
@@ -71,7 +76,7 @@ def cause_in_batch(err: BaseException) -> ConfigError | None:
             "ranks or a smaller batch.accumulation",
         )
     is_of_type = _OTHER_TYPE.search(words)
-    types = {parameter.dtype for parameter in objective.model.parameters()}
+    types = {parameter.dtype for parameter in called.model.parameters()}
     if is_of_type and inputs.dtype not in types and is_of_type[1].lower() in _NAMES_OF_TYPES.get(inputs.dtype, ()):
         scaled = " / 255" if inputs.dtype == torch.uint8 else ""
         return ConfigError(
@@ -81,7 +86,7 @@ def cause_in_batch(err: BaseException) -> ConfigError | None:
     return None
 
 
-def _called_in(err: BaseException, *functions: Callable[..., Any]) -> tuple[Objective | ScoreLoss, Any] | None:
+def _called_in(err: BaseException, *functions: Callable[..., Any]) -> tuple[Objective | Loss | ModelCall, Any] | None:
     """Returns what has the model, and the batch of the last call of one of its functions in a traceback."""
     codes = [inspect.unwrap(function).__code__ for function in functions]
     frames = [frame for frame, _ in traceback.walk_tb(err.__traceback__) if frame.f_code in codes]

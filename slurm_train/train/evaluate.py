@@ -31,7 +31,7 @@ from slurm_train.data.length_batches import evaluation_by_length
 from slurm_train.data.source import SampleSource, describe, lengths_of
 from slurm_train.distributed.seeds import mix, seed_streams, stream_positions
 from slurm_train.errors import ConfigError
-from slurm_train.models.objective import labels_in
+from slurm_train.models.batch_parts import labels_in
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.callbacks import Callback, Monitor
 from slurm_train.train.context import Parts, Rank, gather

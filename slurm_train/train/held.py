@@ -73,7 +73,7 @@ class HeldModel:
                 return self.objective.evaluation_sums(batch)
             inputs, targets, *positions = batch
             scores = self.objective.scores
-            words = {"targets": targets} if scores.takes_targets else {}
+            words = {"targets": targets} if self.objective.call.takes_targets else {}
             if positions:
                 words["position_ids"] = positions[0]
             outputs = self._pipeline.forward(inputs, **words)
@@ -98,7 +98,7 @@ class HeldModel:
             return None
         few = self.few_of(batch)
         with self._inputs.in_precision():
-            return self.objective.check_scores(few, labels)
+            return self.objective.choose(few).check_scores(few, labels)
 
 
 def hold(parts: Parts, objective: Objective) -> HeldModel:

@@ -58,7 +58,7 @@ def measure_model(config: RunConfig, *, batch_size: int, half: bool) -> dict[str
             lower_parameters(model)
     objective = Objective(model)
     # Tensors without numbers would not tell what the labels are.
-    objective.check_batch(batch)
+    objective.choose(batch).check_batch(batch)
     with mode:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]

@@ -32,8 +32,10 @@ from slurm_train.distributed.parallelize import own_positions, whole_parameters
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.formatting import shorten
+from slurm_train.models.batch_parts import labels_in
 from slurm_train.models.head import group_named
-from slurm_train.models.objective import Objective, labels_in
+from slurm_train.models.loss import LOW_TOLERANCE, TOLERANCE
+from slurm_train.models.objective import Objective
 from slurm_train.models.scores import num_counted
 from slurm_train.train.buckets import BucketOrder, RecordedOrder
 from slurm_train.train.buffers import SharedBuffers
@@ -130,22 +132,24 @@ class Passes(HeldModel):
                 hint="give float32, set parallel.gather_dtype=float32, or define training_loss(batch) on the model",
             )
         notes: list[str | None] = []
-        objective.check_batch(batch)
-        notes.append(objective.other_loss(batch))
+        loss = objective.choose(batch)
+        loss.check_batch(batch)
+        notes.append(loss.other_loss(batch))
         if not self.is_cut:
             has_lists = is_nested(batch)
             samples = self.few_of(batch)
-            with preserved(objective.model), self._inputs.in_precision():
-                objective.check_documents(samples)
-                notes.append(objective.check_scores(samples, labels_in(batch)))
-                notes.append(objective.compare(samples, is_precise=self._rank.autocast is None))
+            tolerance = TOLERANCE if self._rank.autocast is None else LOW_TOLERANCE
+            with preserved(objective.model), self._inputs.in_precision(), torch.no_grad():
+                loss.check_documents(samples)
+                notes.append(loss.check_scores(samples, labels_in(batch)))
+                notes.append(loss.compare(samples, tolerance=tolerance))
             if not has_lists:
                 notes.append(tune_convolutions(self._rank, objective, samples, inputs=self._inputs))
         first: Any = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         global_size = self._rank.plan.global_size
         notes.append(note_of_batch_norms(objective.model, local_size=len(first), global_size=global_size))
         if isinstance(batch, dict):
-            notes.append(objective.agree(gather(objective.repeats)))
+            notes.append(objective.call.agree(gather(objective.call.repeats)))
         return "; ".join(filter(None, notes)) or None
 
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
@@ -192,7 +196,7 @@ class Passes(HeldModel):
         tensors: Any = next(batches).tensors
         self.data_wait_s += self._clock() - start
         self._mark("step")
-        if self.objective.context is not None:
+        if self.objective.call.own_loss.context is not None:
             self._count_long(tensors)
         tensors = self._inputs.own_part(tensors)
         if self._copies is None:
@@ -207,8 +211,8 @@ class Passes(HeldModel):
         """
         first_tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         self._num_seen += len(first_tensor)
-        num_long = self.objective.num_too_long(batch)
-        context = self.objective.context
+        num_long = self.objective.call.num_too_long(batch)
+        context = self.objective.call.own_loss.context
         if num_long and not self.num_cut:
             self._rank.say(
                 f"samples have more than the {context} tokens that the model has positions for: they are cut"
@@ -482,7 +486,7 @@ class PipelinePasses(ShardPasses):
             keywords["position_ids"] = positions[0]
         if self._stages.is_last:
             keywords |= {"target": targets, "losses": losses}
-            if self.objective.scores.takes_targets:
+            if self.objective.call.takes_targets:
                 keywords["targets"] = targets
         with self._scales.computed(), self._inputs.in_precision():
             self._schedule.step(*arguments, **keywords)

@@ -35,7 +35,7 @@ def say_text(
     held_out = Description() if heldout is None else describe(heldout)
     is_small = encoding.vocab_size <= _LARGEST_BIGRAM_VOCABULARY
     if is_small and held_out.shards is not None and held_out.bytes_per_target is not None:
-        from slurm_train.models.objective import bigram_bits_per_byte
+        from slurm_train.models.bigram import bigram_bits_per_byte
 
         bits = bigram_bits_per_byte(
             text.shards(),

@@ -39,7 +39,7 @@ def test_a_padded_dict_is_scored_as_the_library_does_and_its_parts_add_up() -> N
         assert sum(count for _, count in parts) == 3 + 6 + 1
         torch.testing.assert_close(sum(loss for loss, _ in parts) / 10, expected)
     with pytest.raises(ConfigError, match="a batch has token_type_ids, which CausalLM does not take"):
-        Objective(model).check_batch({**batch, "token_type_ids": mask})
+        Objective(model).call.check_batch({**batch, "token_type_ids": mask})
 
 
 @pytest.mark.full

@@ -70,7 +70,7 @@ def test_packed_documents_have_the_losses_and_gradients_of_each_alone(build: Any
     model = build().double()
     objective = Objective(model)
     batch = packed()
-    objective.check_batch(batch)
+    objective.call.check_batch(batch)
     loss, count = objective(batch)
     loss.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
@@ -143,10 +143,11 @@ class Forgetful(nn.Module):
 
 
 @pytest.mark.full
+@torch.no_grad()
 def test_models_that_cannot_keep_documents_apart_are_refused_and_others_are_not() -> None:
     with pytest.raises(ConfigError, match="takes no position_ids"):
-        Objective(nn.Embedding(VOCABULARY, VOCABULARY)).check_batch(packed())
+        Objective(nn.Embedding(VOCABULARY, VOCABULARY)).call.check_batch(packed())
     with pytest.raises(ConfigError, match="Forgetful takes position_ids"):
-        Objective(Forgetful()).check_documents(packed())
-    Objective(own(GPT2)).check_documents(packed())
-    Objective(of_transformers()).check_documents(packed())
+        Objective(Forgetful()).scores.check_documents(packed())
+    Objective(own(GPT2)).scores.check_documents(packed())
+    Objective(of_transformers()).scores.check_documents(packed())

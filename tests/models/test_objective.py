@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from torch.nn import functional
 
 from slurm_train.errors import ConfigError
 from slurm_train.models.failures import call_in
-from slurm_train.models.objective import Objective, bigram_bits_per_byte
+from slurm_train.models.objective import Objective
 from slurm_train.models.own_loss import IGNORED
 from slurm_train.models.scores import default_loss, default_sums
 
@@ -117,72 +115,6 @@ def test_what_cannot_be_scored_is_refused(output: Any, batch: tuple[Tensor, ...]
     assert message in caught.value.message
 
 
-class Detector(nn.Module):
-    """Gives the same for any images and targets."""
-
-    def __init__(self, given: Any) -> None:
-        super().__init__()
-        self.given = given
-
-    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
-        return self.given
-
-
-BOXES: Any = (
-    [torch.zeros(3, 4, 4), torch.zeros(3, 5, 4)],
-    [{"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(0, 4)}],
-)
-ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"loss_box": ONE, "loss_class": TWO}, {"loss": ONE + TWO, "boxes": torch.zeros(2, 4)}],
-    ids=["sum", "loss"],
-)
-def test_the_losses_of_a_detector_are_added_and_count_for_each_image(given: Any) -> None:
-    objective = Objective(Detector(given))
-    objective.check_batch(BOXES)
-    assert [value.item() for value in objective(BOXES)] == [6, 2]
-    assert numbers(objective.evaluation_sums(BOXES)) == {"loss": 6, "count": 2}
-    assert objective.gives_held_out_loss(BOXES)
-
-
-class Either(Detector):
-    """Gives losses of lists, and its input as scores."""
-
-    def forward(self, images: Any, targets: Any = None) -> Any:
-        return images if isinstance(images, Tensor) else self.given
-
-
-def test_a_collate_function_may_give_lists_and_tensors_in_turn() -> None:
-    objective = Objective(Either({"loss_box": ONE, "loss_class": TWO}))
-    scores, labels = torch.randn(4, 5), torch.randint(0, 5, (4,))
-    of_scores = functional.cross_entropy(scores, labels, reduction="sum")
-    for batch, expected in [(BOXES, [6, 2]), ((scores, labels), [of_scores.item(), 4]), (BOXES, [6, 2])]:
-        objective.check_batch(batch)
-        assert [value.item() for value in objective(batch)] == expected
-
-
-@pytest.mark.parametrize("given", [[{"boxes": ONE}], {}, {"loss_box": ONE, "boxes": torch.zeros(2)}], ids=str)
-def test_predictions_of_a_detector_are_no_loss(given: Any) -> None:
-    objective = Objective(Detector(given))
-    assert objective.may_lack_held_out_loss and not objective.gives_held_out_loss(BOXES)
-    with pytest.raises(ConfigError, match="gave no loss of a batch"):
-        objective(BOXES)
-    with pytest.raises(ConfigError, match="gives no loss of held-out samples"):
-        objective.evaluation_sums(BOXES)
-
-
-@pytest.mark.parametrize("batch", [{"images": BOXES[0]}, (*BOXES, BOXES[0])], ids=["dict", "three"])
-def test_lists_in_other_batches_or_for_other_models_are_refused_before_the_first_step(batch: Any) -> None:
-    for objective in (Objective(Detector({})), Objective(Given())):
-        with pytest.raises(ConfigError, match="cannot be scored"):
-            objective.check_batch(batch)
-    with pytest.raises(ConfigError, match="cannot be scored"):
-        Objective(Given()).check_batch(BOXES)
-
-
 class Scores(nn.Module):
     """Gives the same scores for any tokens, in an object as models of transformers do."""
 
@@ -216,7 +148,7 @@ def test_labels_of_a_dict_that_repeat_the_inputs_are_compared_with_the_next_toke
     logits = torch.randn(2, 4, 5)
     objective = Objective(Scores(logits))
     batch = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS), "labels": labels}
-    objective.check_batch(batch)
+    objective.choose(batch).check_batch(batch)
     expected = default_sums(logits, torch.tensor(targets))
     assert objective.evaluation_sums(batch) == expected
     assert objective(batch) == (expected["loss"], expected["count"])
@@ -232,18 +164,18 @@ def test_targets_that_are_the_inputs_are_refused_but_for_a_model_with_a_loss_of_
     with pytest.raises(
         ConfigError, match=r"the targets are the inputs wherever they count.*\nhint: give \(tokens\[:-1"
     ):
-        Objective(Given()).check_batch((TOKENS, MASKED))
-    own(training_loss=None).check_batch((TOKENS, MASKED))
+        Objective(Given()).choose((TOKENS, MASKED)).check_batch((TOKENS, MASKED))
+    own(training_loss=None).choose((TOKENS, MASKED)).check_batch((TOKENS, MASKED))
     for other in ((TOKENS, AHEAD), (torch.ones_like(TOKENS), torch.ones_like(TOKENS)), (torch.ones(2, 3),) * 2):
-        Objective(Given()).check_batch(other)
+        Objective(Given()).choose(other).check_batch(other)
 
 
 def test_a_model_with_a_training_step_is_refused_but_for_one_that_says_what_is_trained_here() -> None:
     batch = (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ConfigError, match="Own has a training_step") as refused:
-        own(training_step=None).check_batch(batch)
+        own(training_step=None).choose(batch).check_batch(batch)
     assert "own-training-program.md" in str(refused.value)
-    own(training_step=None, training_loss=None).check_batch(batch)
+    own(training_step=None, training_loss=None).choose(batch).check_batch(batch)
 
 
 class Both(nn.Module):
@@ -264,12 +196,12 @@ class Unpacks(nn.Module):
 def test_a_model_that_cannot_be_called_with_the_inputs_is_refused_before_the_first_step() -> None:
     batch = (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ConfigError) as refused:
-        Objective(Both()).check_batch(batch)
+        Objective(Both()).choose(batch).check_batch(batch)
     assert "Both.forward takes x, y; of a batch (inputs, targets) it is called with the inputs" in str(refused.value)
     assert "training_loss(batch)" in str(refused.value.hint)
     with pytest.raises(ConfigError, match="Module has no method forward"):
-        Objective(nn.Module()).check_batch(batch)
-    own(training_loss=None).check_batch(batch)
+        Objective(nn.Module()).choose(batch).check_batch(batch)
+    own(training_loss=None).choose(batch).check_batch(batch)
 
 
 def test_a_model_that_raises_is_said_to_have_been_called_with_the_inputs() -> None:
@@ -307,18 +239,16 @@ BITS = (torch.randn(4, 3), torch.eye(4)[:, :3])
     ],
 )
 def test_a_loss_that_a_person_may_have_meant_is_named(objective: Objective, batch: Any, words: tuple[str, ...]) -> None:
-    line = objective.other_loss(batch)
+    line = objective.choose(batch).other_loss(batch)
     assert line is not None
     assert [word for word in words if word not in line] == []
 
 
 def test_nothing_is_said_where_the_loss_is_plain_or_the_models_own() -> None:
     plain = Objective(Given())
-    assert plain.other_loss(CLASSES) is None
-    assert plain.other_loss((torch.randn(4, 3), torch.randn(4, 3))) is None
-    assert plain.other_loss((torch.randn(4, 3),)) is None
-    assert plain.other_loss({"inputs": CLASSES[0]}) is None
-    assert own(training_loss=None, loss=None).other_loss(BITS) is None
+    batches: list[Any] = [CLASSES, (torch.randn(4, 3), torch.randn(4, 3)), (torch.randn(4, 3),), {"inputs": CLASSES[0]}]
+    assert [plain.choose(batch).other_loss(batch) for batch in batches] == [None] * 4
+    assert own(training_loss=None, loss=None).choose(BITS).other_loss(BITS) is None
 
 
 def test_a_dict_without_whole_number_labels_is_scored_by_the_models_own_mean() -> None:
@@ -335,18 +265,6 @@ def test_a_dict_without_whole_number_labels_is_scored_by_the_models_own_mean() -
 def test_a_dict_that_the_model_cannot_use_is_refused() -> None:
     objective = Objective(Scores(torch.zeros(2, 4, 5)))
     with pytest.raises(ConfigError, match=r"a batch has idx, which Scores does not take \(forward takes input_ids, "):
-        objective.check_batch({"input_ids": TOKENS, "idx": TOKENS, "labels": TOKENS})
+        objective.call.check_batch({"input_ids": TOKENS, "idx": TOKENS, "labels": TOKENS})
     with pytest.raises(ConfigError, match="a batch of input_ids has no whole-number labels, and Scores gives no loss"):
         objective({"input_ids": TOKENS})
-
-
-def test_bigram_baseline_equals_counting_by_hand_without_joining_arrays() -> None:
-    train, held_out = np.array([0, 1, 0, 1, 1], dtype=np.uint16), np.array([0, 1, 1, 0], dtype=np.uint16)
-    # after 0: 1 twice; after 1: 0 once, 1 once
-    bits = -math.log2(2.1 / 2.2) - 2 * math.log2(1.1 / 2.2)
-    assert bigram_bits_per_byte([train], [held_out], vocab_size=2) == pytest.approx(bits / 3)
-    halves = [np.array([0, 1], dtype=np.uint16), np.array([1, 0], dtype=np.uint16)]
-    one = -math.log2(1.1 / 1.2)
-    assert bigram_bits_per_byte(halves, halves, vocab_size=2, bytes_per_target=4.0) == pytest.approx(one / 4)
-    long = np.tile(np.array([0, 1, 2], dtype=np.uint16), 2**20)
-    assert bigram_bits_per_byte([long], [long], vocab_size=3) < 1e-5, "counted across blocks"

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from slurm_train.data.mapstyle import pad
 from slurm_train.errors import ConfigError
+from slurm_train.models.batch_parts import Batch
+from slurm_train.models.loss import LOW_TOLERANCE, TOLERANCE
 from slurm_train.models.objective import Objective
 from slurm_train.models.pretrained_names import require_effect
 from slurm_train.train.samples import padding_for
@@ -30,6 +32,12 @@ def mean_of(objective: Objective, parts: list[Any]) -> float:
     return (sum(losses) / sum(counts)).item()
 
 
+@torch.no_grad()
+def compare(objective: Objective, batch: Batch, *, tolerance: float = TOLERANCE) -> str | None:
+    """Returns what is said of a batch before the first step."""
+    return objective.choose(batch).compare(batch, tolerance=tolerance)
+
+
 def cut(batch: dict[str, Tensor], *sizes: int) -> list[dict[str, Tensor]]:
     parts = zip(*(tensor.split(list(sizes)) for tensor in batch.values()), strict=True)
     return [dict(zip(batch, part, strict=True)) for part in parts]
@@ -43,8 +51,8 @@ def test_losses_of_the_library_are_trained_as_they_are(kind: str) -> None:
     torch.manual_seed(1)
     model, batch = build(kind=kind), batch_of(kind)
     objective = Objective(model)
-    objective.check_batch(batch)
-    objective.compare(batch, is_precise=True)
+    objective.choose(batch).check_batch(batch)
+    compare(objective, batch)
     assert model.training
     model.eval()
     theirs = model(**batch)
@@ -106,7 +114,7 @@ def test_another_loss_than_that_of_tuples_is_an_error_with_both_numbers() -> Non
     model = Weighted()
     ours = functional.cross_entropy(model.layer(batch[0]), batch[1]).item()
     with pytest.raises(ConfigError) as caught:
-        Objective(model).compare(batch, is_precise=True)
+        compare(Objective(model), batch)
     said = f"the loss of the first samples is {ours:.6f} here, and Weighted computes {4 * ours:.6f} itself"
     assert caught.value.message == said
     assert model.training
@@ -149,7 +157,7 @@ def test_a_loss_of_a_models_own_that_is_a_sum_is_refused_with_both_numbers(
         model.forward = lambda inputs, classes: Reduced.forward(model, inputs, classes)  # type: ignore[method-assign]
     once = functional.cross_entropy(model.layer(NAMED["inputs"][:1]), NAMED["labels"][:1]).item()
     with pytest.raises(ConfigError) as caught:
-        Objective(model).compare(batch, is_precise=True)
+        compare(Objective(model), batch)
     assert f"{once:.6f} for a sample and {2 * once:.6f}" in caught.value.message
     assert "training_loss" in caught.value.hint and "mean" in caught.value.hint
 
@@ -161,7 +169,7 @@ def test_a_loss_of_a_models_own_that_is_a_sum_is_refused_with_both_numbers(
 )
 @pytest.mark.parametrize("is_precise", [True, False])
 def test_other_losses_of_a_models_own_are_no_sums(reduce: Any, is_precise: bool) -> None:
-    Objective(Reduced(reduce)).compare(NAMED, is_precise=is_precise)
+    compare(Objective(Reduced(reduce)), NAMED, tolerance=TOLERANCE if is_precise else LOW_TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +200,7 @@ def test_a_training_loss_that_is_no_sum_with_its_count_is_named(
     values = torch.tensor([3.0, 4.0, 5.0])
     batch: Any = ([*values], [*values]) if has_lists else (values, values)
     objective = Objective(Own())
-    note = objective.compare(batch, is_precise=True)
+    note = compare(objective, batch)
     assert (note is not None and "9.000000 and 1 items for a sample" in note) == is_said
     assert objective.model.training
 
@@ -208,9 +216,9 @@ def test_a_detectors_losses_that_are_sums_are_refused_too() -> None:
             return {"loss_box": getattr(errors.square(), self.reduction)(), "loss_class": 0 * errors.sum()}
 
     batch: Any = ([torch.ones(3, 2, 2), torch.ones(3, 4, 4)], [{"box": torch.tensor(3.0)}, {"box": torch.tensor(0.0)}])
-    Objective(Detector("mean")).compare(batch, is_precise=True)
+    compare(Objective(Detector("mean")), batch)
     with pytest.raises(ConfigError, match=r"4\.000000 for a sample and 8\.000000"):
-        Objective(Detector("sum")).compare(batch, is_precise=True)
+        compare(Objective(Detector("sum")), batch)
 
 
 @pytest.mark.full
@@ -219,9 +227,9 @@ def test_speech_models_of_the_library_whose_loss_is_a_sum_are_refused_with_their
     torch.manual_seed(0)
     audio = {"input_values": torch.randn(2, 800), "labels": torch.randint(1, 12, (2, 5))}
     with pytest.raises(ConfigError, match="Wav2Vec2ForCTC computes is a sum") as caught:
-        Objective(speech("Wav2Vec2ForCTC")).compare(audio, is_precise=True)
+        compare(Objective(speech("Wav2Vec2ForCTC")), audio)
     assert "ctc_loss_reduction='mean'" in caught.value.hint
-    Objective(speech("Wav2Vec2ForCTC", ctc_loss_reduction="mean")).compare(audio, is_precise=True)
+    compare(Objective(speech("Wav2Vec2ForCTC", ctc_loss_reduction="mean")), audio)
     model = speech("Wav2Vec2ForPreTraining")
     frames = int(model._get_feat_extract_output_lengths(800))
     masked = torch.zeros(2, frames, dtype=torch.bool)
@@ -229,7 +237,7 @@ def test_speech_models_of_the_library_whose_loss_is_a_sum_are_refused_with_their
     negatives = torch.randint(3, 9, (2, frames, 4))
     given = {"input_values": audio["input_values"], "mask_time_indices": masked, "sampled_negative_indices": negatives}
     with pytest.raises(ConfigError, match="Wav2Vec2ForPreTraining computes is a sum"):
-        Objective(model).compare(given, is_precise=True)
+        compare(Objective(model), given)
 
 
 @pytest.mark.full
@@ -297,7 +305,7 @@ class Shifting(nn.Module):
 @pytest.mark.parametrize("shifts", [True, False])
 def test_next_tokens_beside_the_inputs_agree_with_a_model_that_shifts_and_with_one_that_does_not(shifts: bool) -> None:
     tokens = torch.randint(0, 9, (3, 8))
-    Objective(Shifting(shifts=shifts)).compare((tokens[:, :-1], tokens[:, 1:]), is_precise=True)
+    compare(Objective(Shifting(shifts=shifts)), (tokens[:, :-1], tokens[:, 1:]))
 
 
 @pytest.mark.full
@@ -323,10 +331,10 @@ def test_labels_without_a_score_are_refused_before_the_library_scores_them(
     objective = Objective(model)
     batch = {"input_ids": torch.ones(3, 2, dtype=torch.int64), "labels": torch.tensor(labels)}
     if said is None:
-        objective.check_batch(batch)
+        objective.choose(batch).check_batch(batch)
         return
     with pytest.raises(ConfigError, match=said):
-        objective.check_batch(batch)
+        objective.choose(batch).check_batch(batch)
 
 
 @pytest.mark.full
@@ -376,13 +384,13 @@ def test_next_tokens_as_labels_of_a_model_that_shifts_are_refused() -> None:
     tokens = batch_of("causal")["input_ids"]
     for kind in ("causal", "decoder that does not shift"):
         objective, batch = Objective(build(kind=kind)), {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
-        objective.check_batch(batch)
-        objective.compare(batch, is_precise=True)
+        objective.choose(batch).check_batch(batch)
+        compare(objective, batch)
         if kind == "causal":
             with pytest.raises(ConfigError, match="the labels are the next tokens already, and LlamaForCausalLM"):
-                objective.agree([objective.repeats])
+                objective.call.agree([objective.call.repeats])
         else:
-            assert objective.agree([objective.repeats]) is None
+            assert objective.call.agree([objective.call.repeats]) is None
 
 
 @pytest.mark.full
@@ -391,7 +399,7 @@ def test_the_routers_of_a_mixture_count_with_tuples_too() -> None:
     model, batch = build(kind="mixture of experts").eval(), batch_of("mixture of experts")
     tokens = batch["input_ids"]
     objective, pair = Objective(model), (tokens[:, :-1], tokens[:, 1:])
-    objective.compare(pair, is_precise=True)
+    compare(objective, pair)
     outputs = model(tokens[:, :-1])
     plain = functional.cross_entropy(outputs.logits.flatten(0, 1), tokens[:, 1:].flatten())
     expected = (plain + 5.0 * outputs.aux_loss).item()
@@ -407,7 +415,7 @@ def test_whether_labels_repeat_the_inputs_is_said_by_all_ranks_together() -> Non
 
     for told, shifts in (([True, None, True], True), ([True, False], False), ([None, None], True)):
         objective = Objective(Plain())
-        note = objective.agree(told)
+        note = objective.call.agree(told)
         assert (note is not None) == (told[0] is not None and shifts)
         tokens = torch.ones(2, 4, dtype=torch.int64)
         assert objective({"input_ids": tokens, "labels": tokens})[1] == (6 if shifts else 8)
@@ -437,10 +445,10 @@ def test_texts_end_where_the_models_table_of_positions_does() -> None:
     mask = torch.ones_like(tokens)
     mask[0, context:] = 0
     batch: Any = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()}
-    assert objective.num_too_long(batch) == 2
+    assert objective.call.num_too_long(batch) == 2
     short: Any = {name: tensor[:, :context].contiguous() for name, tensor in batch.items()}
-    assert objective.num_too_long(short) == 0
+    assert objective.call.num_too_long(short) == 0
     assert mean_of(objective, [batch]) == pytest.approx(model(**short).loss.item(), rel=1e-6)
     assert objective.evaluation_sums(batch)["count"] == 3 * context
     # Rotary positions have no table.
-    assert Objective(build(kind="causal")).context is None
+    assert Objective(build(kind="causal")).call.own_loss.context is None

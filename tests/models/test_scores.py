@@ -31,8 +31,8 @@ class Given(nn.Module):
 def looked(layer: nn.Module, inputs: Tensor, targets: Tensor) -> str | None:
     """Returns what is said of a first batch, as before a first step."""
     objective, batch = Objective(Given(layer)), (inputs, targets)
-    objective.check_batch(batch)
-    return objective.check_scores((inputs[:2], targets[:2]), targets)
+    objective.choose(batch).check_batch(batch)
+    return objective.scores.check_scores((inputs[:2], targets[:2]), targets)
 
 
 # --- float targets ---
@@ -128,7 +128,7 @@ def test_classes_in_dimension_1_are_found_where_there_are_as_many_places(shape: 
     layer, inputs, labels = conv(len(shape)), torch.randn(6, 4, *shape), torch.randint(0, 8, (6, *shape))
     labels[0, 0] = IGNORED
     objective, batch = Objective(Given(layer)), (inputs, labels)
-    note = objective.check_scores((inputs[:2], labels[:2]), labels)
+    note = objective.scores.check_scores((inputs[:2], labels[:2]), labels)
     assert (note is not None and "dimension 1" in note) == (set(shape) == {8})
     scores = layer(inputs)
     torch.testing.assert_close(objective(batch)[0], functional.cross_entropy(scores, labels, reduction="sum"))
@@ -140,7 +140,7 @@ def test_classes_of_a_text_model_are_last_where_there_are_as_many_places() -> No
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     layer = nn.Embedding(8, 8)
     objective = Objective(Given(layer))
-    assert "last dimension" in str(objective.check_scores((inputs[:2], labels[:2]), labels))
+    assert "last dimension" in str(objective.scores.check_scores((inputs[:2], labels[:2]), labels))
     expected = functional.cross_entropy(layer(inputs).movedim(-1, 1), labels, reduction="sum")
     torch.testing.assert_close(objective((inputs, labels))[0], expected)
 
@@ -229,10 +229,10 @@ def test_a_softmax_in_evaluation_mode_alone_is_remarked_once() -> None:
             return scores if self.training else scores.softmax(-1)
 
     objective, batch = Objective(Given(Head(10, 10))), (torch.randn(8, 10), CLASSES[:8])
-    assert objective.check_scores(batch, None) is None
+    assert objective.scores.check_scores(batch, None) is None
     objective.eval()
-    assert "in evaluation mode" in str(objective.check_scores(batch, None))
-    assert objective.check_scores(batch, None) is None
+    assert "in evaluation mode" in str(objective.scores.check_scores(batch, None))
+    assert objective.scores.check_scores(batch, None) is None
 
 
 def test_equal_scores_of_a_head_that_begins_at_zero_are_not_remarked() -> None:
