@@ -36,7 +36,7 @@ PARTS = {
 }
 HOOK = "callback."
 LONGEST = 88
-NOT_OF_THE_LOOP = {"say", "book_time", "end_early", "ask_to_save"}
+NOT_OF_THE_LOOP = {"say", "span", "end_early", "ask_to_save"}
 
 
 def main() -> int:

@@ -177,7 +177,7 @@ class PaceProbe:
         self._waits = waits
         can_measure = every is not None and has_timers
         self._steps_left = _FIRST_STEP if can_measure else _NEVER
-        # Seconds by the clock, of waits for data, of exchanges: at the begin of the sampled step, then of the step.
+        # Seconds by the clock, of waits for data, of exchanges: at the start of the sampled step, then of the step.
         self._before: tuple[float, ...] = ()
         self._step: tuple[float, ...] | None = None
         self._iteration = -1

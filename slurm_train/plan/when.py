@@ -21,7 +21,7 @@ from slurm_train.plan.plan import RunPlan
 from slurm_train.plan.speed import Speed, measured_speeds
 
 START_S = 60.0
-"""Assumed from the begin of a job to its first step; the ranks import, meet and load."""
+"""Assumed from the start of a job to its first step; the ranks import, meet and load."""
 LEAST_STEP_S = 5e-3
 """A step of the smallest model on a GPU: it launches a thousand kernels (6 ms were measured on an H200)."""
 MOST_JOBS = 64

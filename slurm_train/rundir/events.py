@@ -199,7 +199,7 @@ class SaveLog:
         Args:
             step: which one.
             num_bytes: size of all its files.
-            save_s: from its begin until it was durable, or failed.
+            save_s: from its start until it was durable, or failed.
             error: why it failed.
         """
         stall_s = self._stalls.pop(step, 0.0)

@@ -367,7 +367,7 @@ def read_tail(path: Path, num_bytes: int) -> str:
 
 
 def read_head(path: Path, num_bytes: int) -> str:
-    """Returns the begin of a file as text, "" where it is gone, or may not be read."""
+    """Returns the first part of a file as text, "" where it is gone, or may not be read."""
     return _read_part(path, lambda _size: 0, num_bytes)
 
 

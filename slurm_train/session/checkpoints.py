@@ -206,7 +206,7 @@ class SessionCheckpoints:
 
         Args:
             step: which one.
-            seconds: from its begin until it was durable, or failed.
+            seconds: from its start until it was durable, or failed.
             num_bytes: size of all its files.
             error: why it failed, "" if it did not.
         """

@@ -2,7 +2,7 @@
 
 A misspelled folder, a flag that a later one overrides, a checkpoint that the script finds too old: it trains from its
 first step, over the files of the attempt before. Two witnesses say whether it goes on: the mark that it has opened one
-of its checkpoints, and the places in its log. Only a script that has opened none, and whose log repeats the begin of
+of its checkpoints, and the places in its log. Only a script that has opened none, and whose log repeats the start of
 the attempt before, is ended.
 """
 

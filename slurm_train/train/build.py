@@ -55,8 +55,11 @@ from slurm_train.train.stops import Stops
 from slurm_train.train.trainer import Trainer
 
 TURN_OF_A_THREAD_S = 5e-5
-"""Measured beside a thread that computes: 165 us for that operation; with a fifth of it 117 us, and 5 % less for the
-thread."""
+"""How long a thread keeps the interpreter while another one waits for it.
+
+Python's 5 ms made an operation of 14 us take 6 ms beside a thread that computes. With 50 us it takes 165 us; with 10 us
+it takes 117 us, and the thread gets 5 % less done.
+"""
 
 
 def train(rank: Rank) -> int:
@@ -68,9 +71,8 @@ def train(rank: Rank) -> int:
     Raises:
         SlurmTrainError: the user can correct it; the caller must end the process without tearing the group down.
     """
-    # Threads beside this one read samples and write checkpoints. torch gives the interpreter away in each operation and
-    # Python takes it back from another thread after 5 ms only: a save in the background made an operation of 14 us take
-    # 6 ms, and on a GPU a step 1.6 times as long.
+    # Threads beside this one read samples and write checkpoints, and torch gives the interpreter away in each
+    # operation: with Python's 5 ms a save in the background made a step on a GPU 1.6 times as long.
     sys.setswitchinterval(TURN_OF_A_THREAD_S)
     rank, built = build_alone(rank)
     callbacks = build_callbacks(rank.config.callbacks)
@@ -268,7 +270,7 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
     stepper = build_stepper(
         parts,
         objective,
-        before_change=saver.saves.buffers.hold_changes,
+        hold_changes=saver.saves.buffers.hold_changes,
         scale=scale,
         order=order,
     )

@@ -71,8 +71,8 @@ class TrainerView(Protocol):
     def ask_to_save(self) -> None:
         """Asks for a checkpoint of this step, on all ranks at the same step."""
 
-    def book_time(self, start: float, cause: str) -> None:
-        """Books the time since `start`, a time of `rank.clock`, as no step's."""
+    def span(self, cause: str) -> AbstractContextManager[None]:
+        """Excludes what is done within it from the time of steps; `cause` is a time of `Spent`, e.g. "evaluate_s"."""
 
 
 class Callback:
@@ -631,14 +631,13 @@ class TextSamples(Callback):
         from slurm_train.train.preserve import preserved
         from slurm_train.train.texts import sample_text
 
-        start = rank.clock()
         model = self.parts.model
         assert self.encoding is not None
         encoding = self.encoding()
-        with preserved(model):
-            texts = [sample_text(model, encoding, prompt, num_tokens=self.num_tokens) for prompt in self.prompts]
-        if rank.place.is_first:
-            with rank.run.samples.open("a", encoding="utf-8") as file:
-                for prompt, text in zip(self.prompts, texts, strict=True):
-                    print(json.dumps({"step": step, "prompt": prompt, "text": text}), file=file)
-        trainer.book_time(start, "evaluate_s")
+        with trainer.span("evaluate_s"):
+            with preserved(model):
+                texts = [sample_text(model, encoding, prompt, num_tokens=self.num_tokens) for prompt in self.prompts]
+            if rank.place.is_first:
+                with rank.run.samples.open("a", encoding="utf-8") as file:
+                    for prompt, text in zip(self.prompts, texts, strict=True):
+                        print(json.dumps({"step": step, "prompt": prompt, "text": text}), file=file)

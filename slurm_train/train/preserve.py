@@ -1,4 +1,4 @@
-"""A model is looked at, in an evaluation for instance, and is left as it was, bit for bit.
+"""Leaves a model as it was, bit for bit, after code that only looks at it, such as an evaluation.
 
 What is put back is all that can be reached from the model: parameters (frozen ones too) and buffers, the mode of each
 module, attributes of modules (numbers, lists, dicts, arrays, tensors, objects of the user's classes), and the random

@@ -88,7 +88,7 @@ class Stepper:
         rank: this rank.
         passes: forward and backward passes over a step's micro-batches.
         optimizer: updates the parameters.
-        before_update: on a GPU, called before the parameters change, since a save may be copying them.
+        hold_changes: makes later work of a GPU wait until a save has copied the parameters.
         scale: the loss scale of float16; None for other types.
     """
 
@@ -98,7 +98,7 @@ class Stepper:
         passes: Passes,
         optimizer: Optimizer,
         *,
-        before_update: Callable[[], None] = lambda: None,
+        hold_changes: Callable[[], None] = lambda: None,
         scale: LossScale | None = None,
     ) -> None:
         self.passes = passes
@@ -108,7 +108,7 @@ class Stepper:
         self._frozen = passes.frozen_parameters()
         # The learning rates that were set at the step before, by group.
         self._lrs: list[float] = []
-        self._before_update = before_update
+        self._hold_changes = hold_changes
         self._device = rank.device
         # Offloaded parameters are updated by the host, which has to wait for their gradients in any case.
         self._is_masked = local_part(self._update.parameters[0]).device.type != "cpu"
@@ -210,7 +210,7 @@ class Stepper:
         items = numbers[COUNT] if self.scale is None else numbers[COUNT] * self.scale.factor
         norm = norm_of_sum / items
         divisor = items * ((norm + _EPSILON) / self._limit).clamp(min=1.0)
-        self._before_update()
+        self._hold_changes()
         values = torch.cat((numbers, norm.to(numbers.dtype).reshape(1)))
         # The host reads the values one step late, so the device decides whether to apply the update. All ranks have the
         # same reduced values and decide alike. The decision is copied with the values; the host does not decide again.
@@ -259,7 +259,7 @@ def build_stepper(
     parts: Parts,
     objective: Objective,
     *,
-    before_change: Callable[[], None],
+    hold_changes: Callable[[], None],
     scale: LossScale | None,
     order: RecordedOrder,
 ) -> Stepper:
@@ -268,9 +268,9 @@ def build_stepper(
     Args:
         parts: model, optimizer and data of this rank.
         objective: the loss around the model.
-        before_change: called before parameters change, since a save may be copying them.
+        hold_changes: makes later work of a GPU wait until a save has copied the parameters.
         scale: of the losses; None without float16.
         order: that of DDP's buckets in the run's first step.
     """
     passes = build_passes(parts, objective, factor=None if scale is None else scale.factor, order=order)
-    return Stepper(parts.rank, passes, parts.optimizer, before_update=before_change, scale=scale)
+    return Stepper(parts.rank, passes, parts.optimizer, hold_changes=hold_changes, scale=scale)

@@ -341,9 +341,9 @@ class Trainer:
         """Prints a line, if there is one, on rank 0."""
         self.rank.say(text)
 
-    def book_time(self, start: float, cause: str) -> None:
-        """Books the time since `start`, which was no step's."""
-        self.progress.leave_out(self.rank.clock() - start, cause)
+    def span(self, cause: str) -> contextlib.AbstractContextManager[None]:
+        """Excludes what is done within it from the time of steps: for callbacks."""
+        return self.progress.span(cause)
 
 
 def _reseed(seed: int) -> None:

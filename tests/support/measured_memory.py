@@ -154,7 +154,7 @@ def build_case(rank: Any) -> tuple[Any, Any, Any]:
     del model
     parts = apply_parallelism(rank, parts)
     order = RecordedOrder()
-    stepper = build_stepper(parts, Objective(parts.model), before_change=lambda: None, scale=None, order=order)
+    stepper = build_stepper(parts, Objective(parts.model), hold_changes=lambda: None, scale=None, order=order)
     tokens = torch.randint(0, config.model["vocab_size"], (plan.local_size, config.model["context"]))
     return parts, stepper, itertools.repeat(SimpleNamespace(tensors=(tokens, tokens.clone())))
 

@@ -530,7 +530,7 @@ def test_offloaded_gradients_are_measured_and_used_on_the_host(monkeypatch: pyte
 def test_one_rank_exchanges_with_nobody() -> None:
     model = make_model()
     parts = make_parts(make_rank(), model, build_optimizer(model, optim=OPTIM))
-    stepper = build_stepper(parts, Objective(model), before_change=lambda: None, scale=None, order=RecordedOrder())
+    stepper = build_stepper(parts, Objective(model), hold_changes=lambda: None, scale=None, order=RecordedOrder())
     assert stepper.passes.ddp is None
     assert count_collectives(lambda: step_of(stepper, make_batch())) == 0
 
