@@ -129,7 +129,9 @@ class Printed:
         target = _text(statement.targets[0]) if isinstance(statement, ast.Assign) and statement.value is call else ""
         if target and target not in PARTS:
             text = f"{target} = {text}"
-        return [f"{indent}{text if len(indent + text) <= LONGEST else name + '(...)'}"]
+        # What the part calls while it runs, given as a lambda.
+        hooks_within = [f"{indent}    {_hook(inner)}" for inner in _calls(call) if _text(inner.func) == "_call"]
+        return [f"{indent}{text if len(indent + text) <= LONGEST else name + '(...)'}", *hooks_within]
 
     def _method(self, name: str, indent: str) -> list[str]:
         lines = self.functions[name].body

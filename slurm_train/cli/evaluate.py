@@ -236,8 +236,8 @@ def _generate_here(
     import torch
 
     from slurm_train.evaluation.evaluate_checkpoint import load_model
+    from slurm_train.evaluation.texts import continue_text, encoding_of, require_generates
     from slurm_train.models.build import build_filled_model
-    from slurm_train.train.texts import continue_text, encoding_of, require_generates
 
     config = load_config(run.config)
     model = build_filled_model(config, device=torch.device("cpu"))
@@ -254,8 +254,8 @@ def _require_generates(run: RunDirectory, checkpoint: Path, *, tokenizer: str | 
     """Refuses before the queue a model that writes no text, a missing tokenizer, and weights of another model."""
     import_from_snapshot(str(run.path), python_path=os.environ.get("PYTHONPATH", ""))
     from slurm_train.evaluation.evaluate_checkpoint import require_same_weights
+    from slurm_train.evaluation.texts import encoding_of, require_generates
     from slurm_train.models.build import build_names_and_shapes
-    from slurm_train.train.texts import encoding_of, require_generates
 
     config = load_config(run.config)
     model = build_names_and_shapes(config)

@@ -29,6 +29,7 @@ from slurm_train.checkpoint.verify import read_manifest, share_of, verify
 from slurm_train.config.schema import measured_average
 from slurm_train.distributed.group import shutdown
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, DataError
+from slurm_train.evaluation.texts import continue_texts
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.events import is_same_data
 from slurm_train.rundir.paths import find_save
@@ -39,7 +40,6 @@ from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.held import hold
 from slurm_train.train.metrics import format_measures
 from slurm_train.train.optimizer import averages_itself
-from slurm_train.train.texts import continue_texts
 
 
 def evaluate_checkpoint(rank: Rank) -> int:

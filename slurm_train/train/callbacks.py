@@ -180,29 +180,37 @@ def check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
         for callback in config.callbacks
         if str(callback.get(TARGET, "slurm_train.")).startswith("slurm_train.")
     ]
-    built = build_callbacks(shipped).values()
-    monitors = [callback for callback in built if isinstance(callback, Monitor)]
+    monitors = [callback for callback in build_callbacks(shipped).values() if isinstance(callback, Monitor)]
     for monitor in monitors:
         if not monitor.is_told:
             raise ConfigError(
                 f"a callback compares {monitor.monitor}, whose name does not say whether more or less of it is better",
                 hint=f"add mode:max to monitor:{monitor.monitor} if more is better, else mode:min",
             )
-    if all(monitor.follower for monitor in monitors):
-        return
-    if not (config.train.evaluate and config.train.eval_every_steps):
+    of_training = [monitor for monitor in monitors if not monitor.follower]
+    if of_training:
+        _require_evaluations(config, of_training, search=search)
+
+
+def _require_evaluations(config: RunConfig, monitors: Sequence[Monitor], *, search: Sequence[str]) -> None:
+    """Checks that a run evaluates what its callbacks compare, and often enough.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    train = config.train
+    if not (train.evaluate and train.eval_every_steps):
         raise ConfigError(
             "a callback compares evaluations, and the run makes none on its way",
             hint="set train.eval_every_steps=100, and leave train.evaluate at true",
         )
-    train = config.train
-    for callback in built:
-        if not isinstance(callback, EarlyStopping) or callback.follower or train.max_epochs is not None:
+    for monitor in monitors:
+        if not isinstance(monitor, EarlyStopping) or train.max_epochs is not None:
             continue
-        earliest = callback.patience * config.train.eval_every_steps
+        earliest = monitor.patience * train.eval_every_steps
         if earliest >= train.max_steps:
             raise ConfigError(
-                f"EarlyStopping with patience {callback.patience} and train.eval_every_steps={train.eval_every_steps} "
+                f"EarlyStopping with patience {monitor.patience} and train.eval_every_steps={train.eval_every_steps} "
                 f"can end a run at step {earliest:,} at the earliest, and this one has {train.max_steps:,} steps",
                 hint="evaluate more often, lower the patience, or leave the callback out",
             )

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slurm_train.config.parallel import ParallelLayout
 from slurm_train.data.source import Batch, is_nested, map_tensors
 from slurm_train.distributed.parallelize import has_own_loss, leave_inputs
 from slurm_train.distributed.sequence import SequencePart
+from slurm_train.errors import ConfigError
 from slurm_train.models.own_loss import LABELS
 from slurm_train.train.device_copies import to_device
 
@@ -69,6 +71,9 @@ class ModelInputs:
         Args:
             model: this rank's part.
             batch: (inputs, ...), or tensors by name.
+
+        Raises:
+            ConfigError: shards would round lists of float64 tensors, targets too.
         """
         if not self._may_keep_floats:
             return
@@ -87,3 +92,35 @@ class ModelInputs:
         if any(are_floats):
             leave_inputs(model)
             self.casts_shards = False
+        elif is_nested(batch) and self.casts_shards:
+            raise ConfigError(
+                "a batch has lists of float64 tensors, and shards that are gathered in bfloat16 round all inputs, "
+                "targets too",
+                hint="give float32, set parallel.gather_dtype=float32, or define training_loss(batch) on the model",
+            )
+
+
+def require_cuttable(batch: Batch, layout: ParallelLayout) -> None:
+    """Checks that a layout can cut such batches into stages' micro-batches and parts of sequences.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if layout.pp * layout.cp == 1:
+        return
+    if isinstance(batch, dict):
+        raise ConfigError(
+            f"batches are dicts ({', '.join(batch)}), which a layout of {layout} cannot cut",
+            hint="let the data set give tuples (inputs, targets), or leave parallel.pp and parallel.cp at 1",
+        )
+    if layout.cp > 1 and len(batch) > 2:
+        raise ConfigError(
+            f"the samples say where documents begin, and parallel.cp={layout.cp} cuts sequences into parts whose "
+            "attention has no document mask",
+            hint="set data.document_mask=false, or leave parallel.cp at 1",
+        )
+    if is_nested(batch):
+        raise ConfigError(
+            f"a batch has lists of tensors, which a layout of {layout} cannot cut",
+            hint="leave parallel.pp and parallel.cp at 1",
+        )

@@ -44,7 +44,7 @@ from slurm_train.train.convolutions import tune_convolutions
 from slurm_train.train.ddp import COUNT, LOSS, NON_FINITE, SQUARES, STOP, TrainingModule, build_ddp, send_bfloat16
 from slurm_train.train.device_copies import DeviceCopies
 from slurm_train.train.held import HeldModel
-from slurm_train.train.inputs import ModelInputs
+from slurm_train.train.inputs import ModelInputs, require_cuttable
 from slurm_train.train.preserve import preserved
 from slurm_train.train.samples import note_of_batch_norms
 
@@ -106,44 +106,20 @@ class Passes(HeldModel):
             ConfigError: the model cannot be trained with such batches, the layout cannot cut them, or the model itself
                 computes another loss for them.
         """
-        layout = self._rank.layout
-        if isinstance(batch, dict) and layout.pp * layout.cp > 1:
-            raise ConfigError(
-                f"batches are dicts ({', '.join(batch)}), which a layout of {layout} cannot cut",
-                hint="let the data set give tuples (inputs, targets), or leave parallel.pp and parallel.cp at 1",
-            )
-        if layout.cp > 1 and len(batch) > 2:
-            raise ConfigError(
-                f"the samples say where documents begin, and parallel.cp={layout.cp} cuts sequences into parts whose "
-                "attention has no document mask",
-                hint="set data.document_mask=false, or leave parallel.cp at 1",
-            )
-        if is_nested(batch) and layout.pp * layout.cp > 1:
-            raise ConfigError(
-                f"a batch has lists of tensors, which a layout of {layout} cannot cut",
-                hint="leave parallel.pp and parallel.cp at 1",
-            )
+        require_cuttable(batch, self._rank.layout)
         objective = self.objective
         self._inputs.keep_floats(objective.model, batch)
-        if is_nested(batch) and self._inputs.casts_shards:
-            raise ConfigError(
-                "a batch has lists of float64 tensors, and shards that are gathered in bfloat16 round all inputs, "
-                "targets too",
-                hint="give float32, set parallel.gather_dtype=float32, or define training_loss(batch) on the model",
-            )
-        notes: list[str | None] = []
         loss = objective.choose(batch)
         loss.check_batch(batch)
-        notes.append(loss.other_loss(batch))
+        notes = [loss.other_loss(batch)]
         if not self.is_cut:
-            has_lists = is_nested(batch)
             samples = self.few_of(batch)
             tolerance = TOLERANCE if self._rank.autocast is None else LOW_TOLERANCE
             with preserved(objective.model), self._inputs.in_precision(), torch.no_grad():
                 loss.check_documents(samples)
                 notes.append(loss.check_scores(samples, labels_in(batch)))
                 notes.append(loss.compare(samples, tolerance=tolerance))
-            if not has_lists:
+            if not is_nested(batch):
                 notes.append(tune_convolutions(self._rank, objective, samples, inputs=self._inputs))
         first: Any = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         global_size = self._rank.plan.global_size
