@@ -155,9 +155,7 @@ def _peak_of(stage: Stage, size: str, parallel: dict[str, Any]) -> tuple[int, in
     if stage.on_gpu:
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
     parts = apply_parallelism(rank, build_parts(rank))
-    stepper = build_stepper(
-        parts, Objective(parts.model), hold_changes=lambda: None, scale=None, order=RecordedOrder()
-    )
+    stepper = build_stepper(parts, Objective(parts.model), hold_changes=lambda: None, scale=None, order=RecordedOrder())
     indices = torch.arange(1).numpy()
     batch = MicroBatch(indices=indices, tensors=parts.train_data.batch(indices))
     for step in range(1, 4):
