@@ -25,19 +25,19 @@ class Peers:
     """The ranks of a program that exchange values without a process group of torch; base class."""
 
     def rank(self) -> int:
-        """Gives this process's rank."""
+        """Returns this process's rank."""
         raise NotImplementedError
 
     def size(self) -> int:
-        """Gives the number of ranks."""
+        """Returns the number of ranks."""
         raise NotImplementedError
 
     def gather_values(self, value: Any) -> list[Any]:
-        """Gives what every rank has passed, in rank order. Collective."""
+        """Returns what every rank has passed, in rank order. Collective."""
         raise NotImplementedError
 
     def broadcast_value(self, value: Any, *, source: int) -> Any:
-        """Gives what one rank has passed. Collective."""
+        """Returns what one rank has passed. Collective."""
         return self.gather_values(value if self.rank() == source else None)[source]
 
 
@@ -53,12 +53,12 @@ class Failure(NamedTuple):
 
 
 def rank_in(group: Group | None) -> int:
-    """Gives this process's rank in the group, 0 without one."""
+    """Returns this process's rank in the group, 0 without one."""
     return 0 if group is None else group.rank()
 
 
 def size_of(group: Group | None) -> int:
-    """Gives the number of processes in the group, 1 without one."""
+    """Returns the number of processes in the group, 1 without one."""
     return 1 if group is None else group.size()
 
 
@@ -140,7 +140,7 @@ def _shares_of(
 
 
 def as_agreed(err: BaseException) -> SlurmTrainError:
-    """Gives the error that all ranks raise for an exception of one: itself if it is ours, else a CheckpointError."""
+    """Returns the error that all ranks raise for an exception of one: itself if it is ours, else a CheckpointError."""
     if isinstance(err, SlurmTrainError):
         return err
     is_full = isinstance(err, OSError) and err.errno in {errno.ENOSPC, errno.EDQUOT}

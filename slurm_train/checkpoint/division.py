@@ -272,7 +272,7 @@ def divide(
 
 
 def share_of(sizes: Mapping[str, int], *, rank: int, num_ranks: int) -> set[str]:
-    """Gives the names that one rank writes of what some ranks hold alike; the shares' bytes are about equal.
+    """Returns the names that one rank writes of what some ranks hold alike; the shares' bytes are about equal.
 
     Args:
         sizes: bytes by name, the same on all these ranks.
@@ -313,19 +313,19 @@ def copies_of_shards(state: Mapping[str, Any], *, rank: int) -> dict[str, tuple[
 
 
 def own_part(state: dict[str, Any], agreed: Agreement) -> dict[str, Any]:
-    """Gives the part of a training state that this rank has to save, so that it copies no more than it writes."""
+    """Returns the part of a training state that this rank has to save, so that it copies no more than it writes."""
     return filtered(state, lambda name: name not in agreed.left_out) if agreed.left_out else state
 
 
 def part_if_alike(state: dict[str, Any], *, rank: int, num_ranks: int) -> dict[str, Any]:
-    """Gives that part without asking the ranks: right where all of them hold the same names."""
+    """Returns that part without asking the ranks: right where all of them hold the same names."""
     alike = tuple(range(num_ranks))
     held = {part: [Variant(alike, leaves)] for part, leaves in describe(state).items()}
     return own_part(state, divide(held, rank=rank, copies=copies_of_shards(state, rank=rank)))
 
 
 def own_tensors(model: nn.Module, optimizers: Optimizers, *, rank: int, num_ranks: int) -> list[Tensor]:
-    """Gives the tensors that a rank will probably have to save; not collective.
+    """Returns the tensors that a rank will probably have to save; not collective.
 
     Args:
         model: this rank's.
@@ -338,7 +338,7 @@ def own_tensors(model: nn.Module, optimizers: Optimizers, *, rank: int, num_rank
 
 
 def weights_in(state: Mapping[str, Any]) -> dict[str, str]:
-    """Gives number type and shape of the tensors of the model in a training state, by their names in it."""
+    """Returns number type and shape of the tensors of the model in a training state, by their names in it."""
     leaves = describe(state).get("model", {})
     return _of_model({name: leaf.kind for name, leaf in leaves.items() if leaf.is_tensor})
 

@@ -113,7 +113,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def load_rank_state(path: Path, rank: int) -> dict[str, Any] | None:
-    """Gives the state that this rank saved, or None where the checkpoint was written by fewer ranks.
+    """Returns the state that this rank saved, or None where the checkpoint was written by fewer ranks.
 
     Raises:
         CheckpointError: the file is not the one that the manifest describes, as seen from this node.
@@ -127,7 +127,7 @@ def load_rank_state(path: Path, rank: int) -> dict[str, Any] | None:
 
 
 def read_model(path: Path, *, averaged: bool = False) -> tuple[Manifest, dict[str, Tensor]]:
-    """Gives the manifest and the model's tensors, by parameter name, in host memory.
+    """Returns the manifest and the model's tensors, by parameter name, in host memory.
 
     Args:
         path: the checkpoint.
@@ -252,7 +252,7 @@ def export_to(target: Path, write: Callable[[Path], int]) -> int:
 
 
 def differences(entry: dict[str, Tensor], other: dict[str, Tensor]) -> list[tuple[str, str]]:
-    """Gives name and kind of difference for each tensor that is not equal bit for bit, e.g. ("head.weight", "..")."""
+    """Returns name and kind of difference for each tensor that is not equal bit for bit, e.g. ("head.weight", "..")."""
     rows = [(name, "only in the first") for name in sorted(entry.keys() - other.keys())]
     rows += [(name, "only in the second") for name in sorted(other.keys() - entry.keys())]
     for name in sorted(entry.keys() & other.keys()):
@@ -276,7 +276,7 @@ def _difference(tensor: Tensor, other: Tensor) -> str:
 
 
 def weights_digest(named_parameters: Iterable[tuple[str, Any]]) -> str:
-    """Gives the xxh3_128 hash (hexadecimal) over name, type, shape and bytes of each parameter, in name order.
+    """Returns the xxh3_128 hash (hexadecimal) over name, type, shape and bytes of each parameter, in name order.
 
     Args:
         named_parameters: tensors of any shape and type, on any device, or functions that return one; what is sharded
@@ -295,7 +295,7 @@ def weights_digest(named_parameters: Iterable[tuple[str, Any]]) -> str:
 
 
 def saved_weights(path: Path, names: Iterable[str]) -> list[tuple[str, Callable[[], Tensor]]]:
-    """Gives the parameters of a durable checkpoint for `weights_digest`; one at a time is in memory. One process."""
+    """Returns the parameters of a durable checkpoint for `weights_digest`; one at a time is in memory. One process."""
     described = read_metadata(path)
     empty = _model_shapes(path, described)
 

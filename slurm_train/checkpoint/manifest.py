@@ -168,7 +168,7 @@ class Manifest(CheckpointHeader):
 
     @classmethod
     def of(cls, header: CheckpointHeader, files: dict[str, FileRecord]) -> Manifest:
-        """Gives the manifest of a header and its files, in name order."""
+        """Returns the manifest of a header and its files, in name order."""
         facts = {item.name: getattr(header, item.name) for item in fields(CheckpointHeader)}
         return cls(**facts, files=dict(sorted(files.items())))
 
@@ -178,7 +178,7 @@ class Manifest(CheckpointHeader):
         return sum(record.bytes for record in self.files.values())
 
     def to_json(self) -> str:
-        """Gives the text of manifest.json; equal manifests give equal text."""
+        """Returns the text of manifest.json; equal manifests give equal text."""
         try:
             return json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False) + "\n"
         except (TypeError, ValueError) as err:
@@ -222,7 +222,7 @@ class Manifest(CheckpointHeader):
 
 
 def text_of_tensor(dtype: str, shape: Iterable[int]) -> str:
-    """Gives what `weights` say of a tensor.
+    """Returns what `weights` say of a tensor.
 
     Args:
         dtype: its number type, with or without "torch.".
@@ -251,7 +251,7 @@ def require_tensors(expected: Mapping[str, str], described: Mapping[str, str]) -
 
 
 def digest_of(data: bytes) -> bytes:
-    """Gives the content of COMPLETE for the bytes of a manifest.json, for example b"xxh3_128:0a1b..."."""
+    """Returns the content of COMPLETE for the bytes of a manifest.json, for example b"xxh3_128:0a1b..."."""
     return f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}".encode()
 
 
@@ -393,7 +393,7 @@ def receive_file(target: Path, parts: Iterable[bytes | memoryview]) -> FileRecor
 
 
 def read_record(path: Path) -> FileRecord:
-    """Gives the record of a file as it is on disk now."""
+    """Returns the record of a file as it is on disk now."""
     with open_plain(path) as file:
         return _measure(file)
 

@@ -117,7 +117,7 @@ def save_to(
 
 
 def rank_file(rank: int) -> str:
-    """Gives the name of a rank's own file, for example "rank_00007.pt"."""
+    """Returns the name of a rank's own file, for example "rank_00007.pt"."""
     return f"rank_{rank:05d}.pt"
 
 
@@ -135,7 +135,7 @@ class Outcome(NamedTuple):
     Attributes:
         step: the saved step.
         result: the checkpoint, or the error.
-        duration_s: seconds from its begin to its end.
+        duration_s: seconds from its start to its end.
     """
 
     step: int

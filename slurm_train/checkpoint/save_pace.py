@@ -1,4 +1,4 @@
-"""Decides at which steps a run saves: every N steps, or as often as minimizes the lost time."""
+"""Decides at which steps a run saves: every N steps, or at the interval that loses the least time."""
 
 from __future__ import annotations
 

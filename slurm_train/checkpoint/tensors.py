@@ -261,7 +261,7 @@ def read_tensors(
 
 
 def tensor_shapes(path: Path, *, described: Metadata | None = None) -> dict[str, Tensor]:
-    """Gives an empty tensor for each that was written, by its flat name, e.g. "model.head.weight"."""
+    """Returns an empty tensor for each that was written, by its flat name, e.g. "model.head.weight"."""
     entries = (described or read_metadata(path)).state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}

@@ -40,7 +40,7 @@ def full_name(path: Sequence[object]) -> str:
 
 
 def filtered(state: dict[str, Any], is_kept: Callable[[str], bool], prefix: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Gives a nested dictionary with some of its leaves, which are asked for by their full names."""
+    """Returns a nested dictionary with some of its leaves, which are asked for by their full names."""
     part: dict[str, Any] = {}
     for key, value in state.items():
         path = (*prefix, str(key))
@@ -59,7 +59,7 @@ def put(state: dict[str, Any], path: Sequence[Any], value: Any) -> None:
 
 
 def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Gives the tensors of a nested dictionary, and a copy of everything else; `merge_state` puts them together."""
+    """Returns the tensors of a nested dictionary, and a copy of everything else; `merge_state` puts them together."""
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for key, value in state.items():
@@ -74,7 +74,7 @@ def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def merge_state(values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
-    """Gives the nested dictionary that was split."""
+    """Returns the nested dictionary that was split."""
     merged = dict(values)
     # Numbers are keys, too, and a checkpoint has the tensors' keys as text.
     keys = {str(key): key for key in values}

@@ -235,7 +235,7 @@ def check_copied(path: Path) -> Manifest:
 
 
 def verify(path: Path) -> Manifest:
-    """Gives the manifest of a checkpoint after reading every byte of it, and torch's description of its tensors.
+    """Returns the manifest of a checkpoint after reading every byte of it, and torch's description of its tensors.
 
     Raises:
         CheckpointError: naming directory, file and reason.
