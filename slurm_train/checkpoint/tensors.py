@@ -15,6 +15,7 @@ import sys
 import uuid
 import warnings
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -300,6 +301,8 @@ class _NearFiles(FileSystem):
 # From so many bytes on. torch.save keeps the interpreter from all other threads while it sums up and copies a tensor:
 # beside a save of 1.6 GB in the background a step of GPT-2 took 1.9 times as long on an H200.
 _LARGE = 1 << 18
+_DATA = "data/0"
+"""Name of the record with a tensor's bytes."""
 # Those that torch keeps under a name of their own in its files.
 _NAMED_STORAGES = {
     torch.float32: torch.FloatStorage,
@@ -319,26 +322,42 @@ def _write_one(file: NewFile, data: Tensor | io.BytesIO) -> None:
         file.write(data.getbuffer())
         return
     tensor = data.detach().cpu()
-    if tensor.nbytes >= _LARGE and type(tensor) is Tensor and tensor.dtype in _NAMED_STORAGES:
-        _write_large(file, tensor.contiguous())
+    if type(tensor) is Tensor and tensor.dtype in _NAMED_STORAGES:
+        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        if tensor.nbytes >= _LARGE:
+            _write_archive(file, tensor.dtype, tensor.shape, content)
+        else:
+            file.write(_archive_around(tensor.dtype, tensor.shape).of(content))
         return
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()  # else torch.save writes all that the memory holds
     torch.save(tensor, file)  # type: ignore[arg-type]  # it writes and flushes
 
 
-def _write_large(file: NewFile, tensor: Tensor) -> None:
+def _write_archive(file: Any, dtype: torch.dtype, shape: torch.Size, content: memoryview | bytes) -> None:
     """Writes what torch.save does, a zip archive of pickle and bytes; other threads run while bytes are summed up."""
     records: dict[str, Any] = {
-        "data.pkl": _pickled(tensor.dtype, tuple(tensor.shape)),
+        "data.pkl": _pickled(dtype, tuple(shape)),
         "byteorder": sys.byteorder.encode(),
-        "data/0": tensor.reshape(-1).view(torch.uint8).numpy().data,
+        _DATA: content,
         "version": b"3\n",
     }
     # Of a file without a position an archive begins where it is.
     with zipfile.ZipFile(file, "w") as archive:
-        for name, content in records.items():
-            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
+        for name, record in records.items():
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), record)
+
+
+class _Archive(NamedTuple):
+    """The archive of a tensor without the tensor's bytes and, twice, their checksum, which belong between these."""
+
+    parts: Sequence[bytes]
+
+    def of(self, content: memoryview) -> bytes:
+        """Returns the archive of a tensor with these bytes."""
+        begin, before, after, end = self.parts
+        checksum = zlib.crc32(content).to_bytes(4, "little")
+        return b"".join((begin, checksum, before, content, after, checksum, end))
 
 
 @dataclass(frozen=True)
@@ -359,7 +378,7 @@ class _Described:
     def __reduce__(self) -> tuple[Any, ...]:
         strides = [1]
         for size in self.shape[:0:-1]:
-            strides.insert(0, strides[0] * size)
+            strides.insert(0, strides[0] * max(size, 1))
         stride = tuple(strides) if self.shape else ()
         rebuild = torch._utils._rebuild_tensor_v2
         return rebuild, (self.storage, 0, self.shape, stride, False, OrderedDict())
@@ -377,6 +396,21 @@ def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     file = io.BytesIO()
     _Pickler(file, protocol=2).dump(_Described(_Storage(dtype, math.prod(shape)), shape))
     return file.getvalue()
+
+
+@functools.lru_cache(maxsize=4096)
+def _archive_around(dtype: torch.dtype, shape: torch.Size) -> _Archive:
+    """Returns the archive of small tensors: for each of them anew it took most of the time of a save's own Python."""
+    num_bytes = shape.numel() * dtype.itemsize
+    file = io.BytesIO()
+    _write_archive(file, dtype, shape, bytes(num_bytes))
+    whole = file.getvalue()
+    name = f"archive/{_DATA}".encode()
+    # Zip has a record's checksum before its name: in the record itself, and in the list at the end.
+    checksum, again = whole.index(name) - 16, whole.rindex(name) - 30
+    data = whole.index(name) + len(name)
+    after = data + num_bytes
+    return _Archive((whole[:checksum], whole[checksum + 4 : data], whole[after:again], whole[again + 4 :]))
 
 
 class _FilesOfKnownMetadata(FileSystemReader):
