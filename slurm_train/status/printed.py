@@ -90,6 +90,8 @@ _FORMS = (
         "torchvision, ImageNet, mmcv, ignite",
         r"epoch:?\s*\[?\s*(?P<e>\d+)(?:/(?P<E>\d+))?\s*\]:?\s*\[\s*(?P<b>\d+)/(?P<B>\d+)\]",
     ),
+    _Form("DCGAN", r"\[(?:epoch )?(?P<e>\d+)/(?P<E>\d+)\]\s*\[(?:batch )?(?P<b>\d+)/(?P<B>\d+)\]"),
+    _Form("word_language_model", r"\bepoch\s+(?P<e>\d+) \|\s*(?P<b>\d+)/\s*(?P<B>\d+) batches"),
     _Form("Swin", r"\btrain:?\s*\[(?P<e>\d+)/(?P<E>\d+)\]\s*\[(?P<b>\d+)/(?P<B>\d+)\]"),
     _Form(
         "timm",
@@ -117,7 +119,7 @@ _FORMS = (
     ),
     _Form(
         "step",
-        r"(?<![a-z])(?:step|iter(?:ation)?|update)['\"]?[\s:=#\[(]*(?P<s>\d+)(?![\d.]*(?:\.\d|\w|/))",
+        r"(?<![a-z])(?:step|iter(?:ation)?|update|episode)['\"]?[\s:=#\[(]*(?P<s>\d+)(?![\d.]*(?:\.\d|\w|/))",
         is_certain=False,
     ),
     _Form("batch", r"(?<![a-z])batch[\s:=#\[(]*(?P<b>\d+)\s*(?:/|of)\s*(?P<B>\d+)", is_certain=False),

@@ -17,6 +17,9 @@ CERTAIN = {
     "ImageNet example": ("Epoch: [3][  10/1252]\tTime  0.41 (  0.55)\tData  0.00 (  0.1)", "epoch 3, 10/1252"),
     "torchvision": ("Epoch: [0]  [ 100/7393]  eta: 1:01:12  lr: 0.02  loss: 1.5 (1.6)", "epoch 0, 100/7393"),
     "in brackets": ("[Epoch 3][200/500] loss: 1.2", "epoch 3, 200/500"),
+    "DCGAN": ("[0/25][12/250] Loss_D: 0.3652 Loss_G: 2.3718 D(x): 0.8301", "epoch 0/25, 12/250"),
+    "DCGAN with words": ("[Epoch 0/200] [Batch 12/938] [D loss: 0.7] [G loss: 0.69]", "epoch 0/200, 12/938"),
+    "word_language_model": ("| epoch   1 |   200/ 2983 batches | lr 20.00 | loss  5.44", "epoch 1, 200/2983"),
     "Swin": ("INFO Train: [12/300][830/1251]\teta 0:02:40 lr 0.0007", "epoch 12/300, 830/1251"),
     "timm": ("Train: 0 [  50/1251 (  4%)]  Loss: 6.94 (6.95)  Time: 0.5s, 400/s", "epoch 0, 50/1251"),
     "OpenPCDet": ("INFO  Train:    1/3 ( 33%) [  49/323 ( 15%)]  Loss: 36.77 (81.7)", "epoch 1/3, 49/323"),
@@ -67,6 +70,7 @@ COMMON = {
     "[step={}/300,epoch=1]": "epoch 1, 18/300",
     '{{"step": {}, "loss": 1.2}}': "18",
     "Step {} of 100: loss=0.5": "18/100",
+    "Episode {}\tLast reward: 20.00": "18",
 }
 NOT = [
     *("  Total optimization steps = {}", "  Num Epochs = {}", "max_steps={}", "max_step={}", "warmup_steps={}"),

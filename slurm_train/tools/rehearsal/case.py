@@ -20,6 +20,7 @@ from slurm_train.formatting import plain
 from slurm_train.processes import descendants, environment_of, is_running, start_ticks
 from slurm_train.rundir.files import read_json, read_tail
 from slurm_train.rundir.ledger import End, read_attempt
+from slurm_train.rundir.own_resume import read_own_resume, was_taken
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import scrubbed
@@ -31,6 +32,12 @@ Signal = Literal["CONT", "TERM", "USR2", "KILL"]
 _LOOK_S = 0.05
 _LOOK_FOR_SAVE_S = 0.005
 _SUPERVISOR_ENDS_S = 90.0
+_LOOK_AGAIN_S = 0.5
+_OUTLIVES_S = 6.0
+"""Loader workers of torch look every 5 s whether their parent is there."""
+_ENDED_BEFORE_S = 0.5
+"""A process below a rank that ends so long before it, after a signal, has not ended with it."""
+_BESIDE_RANK = "slurm_train/worker/watcher.py"
 _TAIL_BYTES = 64 * 1024
 _OF_TOOLKIT = (
     *("attempts.jsonl", "plan.json", "code", "code.json", "checkpoints", "epochs", "logs", "provenance.json", "jobs"),
@@ -131,6 +138,10 @@ class StartOfRun:
     """Names of the session's or trainer's checkpoints at its end."""
     outlived_by: tuple[str, ...] = ()
     """Processes below its ranks that ran on after their end."""
+    ended_before: tuple[str, ...] = ()
+    """Those that ended after the signal and before them."""
+    resumed_from: str = ""
+    """The checkpoint that it has opened for its own resume, "" for none."""
     remarks: tuple[str, ...] = ()
     """What this package has printed about it."""
     last_words: str = ""
@@ -230,7 +241,9 @@ class _Case:
         self._start_timeout_s = start_timeout_s
         self._place = setting.place / disturbance.key
         self._place.mkdir(parents=True)
-        self._folder = self._place / "folder"
+        # A folder of its own, as the program may know what is beside it.
+        self._folder = self._place / "folder" / setting.source.name
+        self._folder.parent.mkdir()
         self._root = self._place / "runs"
         copy_folder(setting.source, self._folder, without=[*setting.without, setting.place])
         self._words = (*setting.words, *words, f"run.root={self._root}")
@@ -276,12 +289,8 @@ class _Case:
             self._attend(process, ranks, reader, seen, enough, signals=signals, attempt=attempt, started_s=started_s)
         finally:
             ranks.send("KILL")
-            seen.outlived_by = ranks.end_survivors(within_s=1.0 if seen.ended_s is not None else 0.0)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_SUPERVISOR_ENDS_S)
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            seen.outlived_by = ranks.end_survivors(within_s=_OUTLIVES_S if seen.ended_s is not None else 0.0)
+            end_supervisor(process, ranks)
         self._read(reader, attempt)
         run = self.run
         record = None if run is None else read_attempt(run, attempt)
@@ -304,6 +313,8 @@ class _Case:
             ),
             saved_steps=() if run is None else _checkpoints(run),
             outlived_by=tuple(sorted(seen.outlived_by)),
+            ended_before=tuple(ranks.ended_before()),
+            resumed_from="" if run is None else _resumed_from(run, attempt),
             remarks=_remarks(text),
             last_words=newest_line(_of_program(text)),
             traceback=error_line(text),
@@ -346,7 +357,7 @@ class _Case:
                     self._send(ranks, remaining, seen)
                     due_s = seen.signalled_s + (remaining[0].wait_s if remaining else 0.0)
                     continue
-            if seen.signalled_s is None and enough(reader, now_s - started_s):
+            if seen.signalled_s is None and ranks.are_there() and enough(reader, now_s - started_s):
                 return
             if not reader.by_kind and now_s - started_s > self._start_timeout_s:
                 return
@@ -388,7 +399,10 @@ class _Case:
 
     def _files(self) -> dict[str, tuple[int, int]]:
         run = self.run
-        files = files_in(self._folder)
+        files = {
+            os.path.relpath(self._folder.parent / name, self._folder): status
+            for name, status in files_in(self._folder.parent).items()
+        }
         if run is not None:
             in_run = files_in(run.path, without=_OF_TOOLKIT)
             files |= {name: status for name, status in in_run.items() if not name.startswith("events@")}
@@ -412,6 +426,24 @@ class _Seen:
     outlived_by: list[str] = field(default_factory=list)
 
 
+def end_supervisor(process: subprocess.Popen[bytes], ranks: RanksOfStart) -> None:
+    """Waits until the supervisor has ended, and kills ranks that it had been about to start.
+
+    Args:
+        process: the supervisor.
+        ranks: those that it starts.
+    """
+    deadline_s = time.monotonic() + _SUPERVISOR_ENDS_S
+    while process.poll() is None and time.monotonic() < deadline_s:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LOOK_AGAIN_S)
+        ranks.look()
+        ranks.send("KILL")
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
 # --- the ranks ---
 
 
@@ -433,6 +465,9 @@ class RanksOfStart(Protocol):
     def end_survivors(self, *, within_s: float) -> list[str]:
         """Kills what they have left, and returns the names of what had outlived them for so long."""
 
+    def ended_before(self) -> list[str]:
+        """Returns the names of what was below them at the first signal, and ended well before them."""
+
 
 class RanksHere:
     """Processes of this machine: each rank leads a session, as start_local has it."""
@@ -440,7 +475,11 @@ class RanksHere:
     def __init__(self, supervisor: subprocess.Popen[bytes]) -> None:
         self._supervisor = supervisor
         self._ranks: dict[int, str] = {}
-        self._below: dict[int, tuple[str, str]] = {}
+        self.below: dict[int, tuple[str, str]] = {}
+        """Process -> its start and its name, of all that were seen below a rank."""
+        self._at_signal: set[int] | None = None
+        self._ended_s: dict[int, float] = {}
+        self._last_seen_s = 0.0
 
     def look(self) -> None:
         """See `RanksOfStart`."""
@@ -449,8 +488,13 @@ class RanksHere:
                 self._ranks[pid] = start_ticks(pid)
         for rank in self._ranks:
             for pid in descendants(rank):
-                if pid not in self._below:
-                    self._below[pid] = (start_ticks(pid), _name(pid))
+                if pid not in self.below:
+                    self.below[pid] = (start_ticks(pid), _name(pid))
+        if self._at_signal is not None and not self.have_ended():
+            self._last_seen_s = time.monotonic()
+            for pid in self._at_signal - self._ended_s.keys():
+                if not is_running(pid, self.below[pid][0]):
+                    self._ended_s[pid] = self._last_seen_s
 
     def are_there(self) -> bool:
         """See `RanksOfStart`."""
@@ -462,6 +506,8 @@ class RanksHere:
 
     def send(self, name: Signal) -> None:
         """See `RanksOfStart`."""
+        if self._at_signal is None:
+            self._at_signal = set(self._running_below())
         for pid, started in self._ranks.items():
             if is_running(pid, started):
                 with contextlib.suppress(ProcessLookupError):
@@ -475,10 +521,16 @@ class RanksHere:
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return sorted(set(running.values())) if within_s else []
+        return sorted(filter(None, set(running.values()))) if within_s else []
+
+    def ended_before(self) -> list[str]:
+        """See `RanksOfStart`."""
+        latest_s = self._last_seen_s - _ENDED_BEFORE_S
+        names = {self.below[pid][1] for pid, ended_s in self._ended_s.items() if ended_s < latest_s}
+        return sorted(filter(None, names))
 
     def _running_below(self) -> dict[int, str]:
-        return {pid: name for pid, (started, name) in self._below.items() if started and is_running(pid, started)}
+        return {pid: name for pid, (started, name) in self.below.items() if started and is_running(pid, started)}
 
 
 class RanksOfStep:
@@ -524,6 +576,10 @@ class RanksOfStep:
         del within_s
         return []
 
+    def ended_before(self) -> list[str]:
+        """See `RanksOfStart`; processes of other nodes are not seen."""
+        return []
+
 
 def _children(pid: int) -> Iterator[int]:
     with contextlib.suppress(OSError):
@@ -532,10 +588,11 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def _name(pid: int) -> str:
+    """Returns the first words of a process; "" where it has ended, and for what this package starts beside a rank."""
     with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-        named = [Path(word).name for word in words[:3] if word and not word.startswith("-")]
-        return " ".join(named)
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:3]
+        if not any(word.endswith(_BESIDE_RANK) for word in words):
+            return " ".join(Path(word).name for word in words if word and not word.startswith("-"))
     return ""
 
 
@@ -551,6 +608,11 @@ def _listed(folder: Path) -> list[Path]:
 
 def _checkpoints(run: RunDirectory) -> tuple[str, ...]:
     return tuple(path.name for path in _listed(run.checkpoints) if (path / "COMPLETE").exists())
+
+
+def _resumed_from(run: RunDirectory, attempt: int) -> str:
+    resume = read_own_resume(run, attempt)
+    return resume.checkpoint if resume is not None and was_taken(run, attempt) else ""
 
 
 _OWN_LINES = ("slurm_train: ", "error: ", "hint: ")

@@ -17,6 +17,9 @@ _MOST_BYTES = 4 << 30
 _MOST_FILES = 20_000
 _MOST_IN_FOLDER = 2_000
 """A folder with more files holds data: it is linked as it is."""
+_TEXTS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
+_LONGEST_TEXT_BYTES = 1 << 20
+_BESIDE = re.compile(rb"""(?:^|[\s'"=(])\.\./([\w.-]*\w)""")
 _WEIGHTS = (
     *(".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pkl", ".npz", ".npy", ".distcp", ".tar", ".h5", ".zip"),
     *(".msgpack", ".model", ".orbax", ".state"),
@@ -36,17 +39,21 @@ def copy_folder(source: Path, target: Path, *, without: Collection[Path]) -> Non
 
     Large files and folders with thousands of files are data, which are linked; what looks like a checkpoint is copied
     whatever its size, since a program may write it again in its place. Git's folder and virtual environments are left
-    out or linked.
+    out or linked. What its code names as `../data` is copied beside it in the same way.
 
     Args:
         source: the person's folder.
-        target: a folder that is made.
+        target: a folder that is made, alone in its parent.
         without: folders in it that are left out, such as the root of the runs.
 
     Raises:
         RunError: it holds more checkpoints than can be copied.
     """
-    _Copy(source, {path.resolve() for path in without}).copy(source, target)
+    copy = _Copy(source, {path.resolve() for path in without})
+    copy.copy(source, target)
+    for name in sorted(copy.beside - {source.name}):
+        if (source.parent / name).exists():
+            copy.copy_entry(source.parent / name, target.parent / name)
 
 
 class _Copy:
@@ -55,23 +62,26 @@ class _Copy:
         self._without = without
         self._num_bytes = 0
         self._num_files = 0
+        self.beside: set[str] = set()
+        """Names in the folder's parent that its code has."""
 
     def copy(self, source: Path, target: Path) -> None:
         target.mkdir()
-        for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
-            path = Path(entry.path)
-            place = target / entry.name
-            if entry.name in (".git", "__pycache__") or path.resolve() in self._without:
-                continue
-            if entry.is_symlink():
+        for path in sorted(source.iterdir()):
+            self.copy_entry(path, target / path.name)
+
+    def copy_entry(self, path: Path, place: Path) -> None:
+        if path.name in (".git", "__pycache__") or path.resolve() in self._without:
+            return
+        if path.is_symlink():
+            place.symlink_to(path.resolve())
+        elif path.is_dir():
+            if self._is_data(path):
                 place.symlink_to(path.resolve())
-            elif entry.is_dir():
-                if self._is_data(path):
-                    place.symlink_to(path.resolve())
-                else:
-                    self.copy(path, place)
-            elif entry.is_file():
-                self._copy_file(path, place, entry.stat().st_size)
+            else:
+                self.copy(path, place)
+        elif path.is_file():
+            self._copy_file(path, place, path.stat().st_size)
 
     def _is_data(self, folder: Path) -> bool:
         names = {path.name for path in folder.iterdir()}
@@ -80,7 +90,9 @@ class _Copy:
 
     def _copy_file(self, path: Path, place: Path, size: int) -> None:
         self._num_files += 1
-        if size > _LARGE_BYTES and not is_checkpoint(str(path.relative_to(self._source))):
+        if path.suffix in _TEXTS and size < _LONGEST_TEXT_BYTES:
+            self.beside |= {os.fsdecode(name) for name in _BESIDE.findall(path.read_bytes())}
+        if size > _LARGE_BYTES and not is_checkpoint(os.path.relpath(path, self._source)):
             place.symlink_to(path.resolve())
             return
         self._num_bytes += size
@@ -151,11 +163,37 @@ def without_times(name: str) -> str:
     return _TIME.sub("<time>", name)
 
 
-def renamed_by_time(first: Iterable[str], second: Iterable[str]) -> tuple[str, str] | None:
-    """Returns two names that differ in a date or time alone: what two starts have written into; None for none."""
-    by_form = {without_times(name): name for name in sorted(first) if without_times(name) != name}
-    for name in sorted(second):
-        earlier = by_form.get(without_times(name))
-        if earlier is not None and earlier != name:
-            return earlier, name
+def renamed_folder(first: Iterable[str], second: Iterable[str]) -> str | None:
+    """Returns where two starts have written into folders that differ by a time or a number, None if they have not.
+
+    Numbers of checkpoints say nothing: such a folder counts only if the second start has left it alone.
+
+    Args:
+        first: names that the first start has written.
+        second: those of the second.
+
+    Returns:
+        Such a name, e.g. "out/<time>/last.pt", "logs/version_<n>/".
+    """
+    written, again = sorted(first), sorted(second)
+    forms = {without_times(name): name for name in written if without_times(name) != name}
+    for name in again:
+        if forms.get(without_times(name), name) != name:
+            return without_times(name)
+    left_alone = _folders(written) - _folders(again)
+    numbered = {_without_numbers(folder) for folder in left_alone if not _NUMBERED.search(folder)}
+    for folder in sorted(_folders(again) - _folders(written)):
+        form = _without_numbers(folder)
+        if form in numbered and form != folder:
+            return f"{form}/"
     return None
+
+
+def _folders(names: Iterable[str]) -> set[str]:
+    return {str(folder) for name in names for folder in Path(name).parents}
+
+
+def _without_numbers(folder: str) -> str:
+    """Returns a folder with the numbers of its last part replaced, e.g. "logs/version_<n>"."""
+    path = Path(folder)
+    return str(path.with_name(re.sub(r"\d+", "<n>", path.name))) if path.name else folder

@@ -17,7 +17,9 @@ from slurm_train.status.printed import read_line
 REPORTS = "reports"
 """The kind of marks that come from `metrics.jsonl`; others are named after a form of lines."""
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)"
-_LOSS = re.compile(rf"(?<![a-z])loss(?:_step)?['\"]?\s*(?:[:=|]|is)?\s*['\"]?({_NUMBER})(?![\w/])", re.IGNORECASE)
+_LOSS = re.compile(
+    rf"(?<![a-z])loss(?:_step|_[dg]| \(batch\))?['\"]?\s*(?:[:=|]|is)?\s*['\"]?({_NUMBER})(?![\w/])", re.IGNORECASE
+)
 _LOSS_OF_TABLE = re.compile(r"\|\s*loss\s*\|")
 _OWN = "pattern"
 _NOTES = ("slurm_train: ", "error: ", "hint: ", "  run ", "  ranks ", "  warning ")

@@ -21,8 +21,7 @@ _STYLE = (
 
 def render_page(rehearsal: Rehearsal) -> str:
     """Returns the HTML of the page: the verdict, a row per disturbance with its sentence and notes, the comparison."""
-    verdict = "survives" if rehearsal.survives else "does not survive"
-    title = html.escape(f"{rehearsal.name} {verdict}")
+    title = html.escape(rehearsal.verdict)
     head = "".join(f"<th>{html.escape(name.capitalize())}</th>" for name in HEADER)
     rows = "".join(map(_row, rehearsal.rows))
     facts = "".join(f"<li>{html.escape(fact)}</li>" for fact in rehearsal.facts)

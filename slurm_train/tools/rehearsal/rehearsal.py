@@ -136,6 +136,7 @@ def _undisturbed(setting: RehearsalSetting, scope: Scope) -> tuple[Course, Undis
         is_finished=start.is_finished,
         has_joined=kind == REPORTS,
         is_shell=scope.is_shell,
+        last_words=start.last_words,
         files=start.files,
         saved_at=0 if watch.saved_at is None and _has_saved(start) else watch.saved_at,
         notice=scope.notice,
@@ -160,7 +161,8 @@ class _Watch:
     def __call__(self, reader: MarkReader, seconds: float) -> bool:
         kind = choose_kind(reader.by_kind)
         if kind is None:
-            return not reader.by_kind and seconds > _SLOW_START * self._scope.longest_s
+            # One that shows a single mark is watched for longer.
+            return seconds > _SLOW_START * self._scope.longest_s * (2 if reader.by_kind else 1)
         marks = reader.by_kind[kind]
         since_first_s = time.monotonic() - marks[0].seen_s
         self._look(len(marks))

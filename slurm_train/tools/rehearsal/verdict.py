@@ -6,12 +6,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from slurm_train.formatting import count, duration, number, shorten, table
 from slurm_train.rundir.ledger import Action
 from slurm_train.tools.rehearsal.case import Course, SiteNotice, StartOfRun
-from slurm_train.tools.rehearsal.folder import in_folders, is_checkpoint, renamed_by_time, without_times
+from slurm_train.tools.rehearsal.folder import in_folders, is_checkpoint, renamed_folder
 from slurm_train.tools.rehearsal.marks import Mark
 
 MARKS_AFTER = 4
@@ -56,6 +57,8 @@ class Undisturbed:
     """Whether it reports to the session, as the trainer does."""
     is_shell: bool = False
     """Whether a shell is what the ranks run."""
+    last_words: str = ""
+    """Its last line."""
     files: Mapping[str, tuple[int, int]]
     """At its end."""
     saved_at: int | None = None
@@ -149,13 +152,21 @@ def _distance(first: float, second: float) -> float:
 
 def judge(course: Course, undisturbed: Undisturbed) -> Row:
     """Returns the row of a disturbed run."""
+    row = _judge(course, undisturbed)
+    ended_before = course.starts[0].ended_before
+    if row.is_good is False and ended_before:
+        row = replace(row, facts=(*row.facts, f"ended after the signal, before it: {shorten(ended_before, 3)}"))
+    return row
+
+
+def _judge(course: Course, undisturbed: Undisturbed) -> Row:
     disturbance = course.disturbance
     first = course.starts[0]
     row = Row(
         key=disturbance.key, label=disturbance.label, is_good=None, came_back="", seconds=round(course.seconds, 1)
     )
     if first.signalled_s is None:
-        return replace(row, came_back=f"{_LEFT_OUT}it ended before the moment came")
+        return replace(row, came_back=f"{_LEFT_OUT}{_why_not_signalled(first)}")
     second = course.starts[1] if len(course.starts) > 1 else None
     ended_s = None if first.ended_s is None else round(first.ended_s - first.signalled_s, 2)
     row = replace(row, ended_after_s=ended_s, facts=_facts(course, undisturbed))
@@ -164,8 +175,16 @@ def judge(course: Course, undisturbed: Undisturbed) -> Row:
     if second is None:
         return replace(row, came_back=f"{_LEFT_OUT}the rehearsal was stopped")
     if undisturbed.kind is None:
-        return _without_marks(row, second)
+        return _without_marks(row, second, undisturbed)
     return _judge_return(row, course, first, second, undisturbed)
+
+
+def _why_not_signalled(first: StartOfRun) -> str:
+    if first.ended_s is None:
+        return "it was too slow to come to the moment"
+    if first.exit_code == 0:
+        return "it ended before the moment came"
+    return f"it failed before the moment came: {_error(first)!r}"
 
 
 def _after_a_finish(row: Row, first: StartOfRun, undisturbed: Undisturbed) -> Row:
@@ -203,17 +222,17 @@ def _of_total(mark: Mark | None, undisturbed: Undisturbed) -> str:
     return f"{words} of {total}"
 
 
-def _without_marks(row: Row, second: StartOfRun) -> Row:
+def _without_marks(row: Row, second: StartOfRun, undisturbed: Undisturbed) -> Row:
     if second.ended_s is not None and second.exit_code != 0:
         return _never_started(row, second)
-    return replace(
-        row,
-        came_back="started again; its log does not say at which step",
-        is_good=False,
-        advice="nothing in its log says how far it is: name the form of its lines by --pattern 'step (?P<step>\\d+)', "
-        "or wait longer for the first one: --seconds",
-        see=_PAGE,
+    advice = (
+        f"nothing in its log says how far it is, such as {undisturbed.last_words[:_LONGEST_QUOTE]!r}: name the form of "
+        "its lines by --pattern 'step (?P<step>\\d+)', or wait longer for the first one: --seconds"
+        if undisturbed.last_words
+        else "it printed nothing: let it print its step and loss, or wait longer for a slow start: --seconds"
     )
+    came_back = "started again; its log does not say at which step"
+    return replace(row, came_back=came_back, is_good=False, advice=advice, see=_PAGE)
 
 
 def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRun, undisturbed: Undisturbed) -> Row:
@@ -311,8 +330,12 @@ def _with_other_losses(row: Row, second: StartOfRun, undisturbed: Undisturbed) -
     return replace(row, is_good=False, advice=advice, see=LINES)
 
 
+def _error(start: StartOfRun) -> str:
+    return (start.traceback or start.last_words or f"exit code {start.exit_code}")[:_LONGEST_QUOTE]
+
+
 def _never_started(row: Row, second: StartOfRun) -> Row:
-    error = (second.traceback or second.last_words or f"exit code {second.exit_code}")[:_LONGEST_QUOTE]
+    error = _error(second)
     row = replace(row, is_good=False, came_back="never started again")
     if _EXISTS.search(error):
         advice = "it refuses the folder of its first start: name its own word for a resume, `own_resume.words`"
@@ -330,11 +353,17 @@ def _never_started(row: Row, second: StartOfRun) -> Row:
 def _began_anew(row: Row, course: Course, *, has_joined: bool) -> Row:
     """Returns the row of a run that takes its first steps again, with what most probably keeps it from going on."""
     first, second = course.starts[:2]
-    by_time = renamed_by_time(first.written, second.written)
-    saved = in_folders(filter(is_checkpoint, first.files))
-    if by_time is not None:
-        advice = f"each start writes into another {without_times(by_time[0])}: name a folder below $SLURM_TRAIN_RUN_DIR"
+    renamed = renamed_folder(first.written, second.written)
+    saved = in_folders(filter(is_checkpoint, first.written))
+    if renamed is not None:
+        advice = f"each start writes into another {renamed}: name a folder below $SLURM_TRAIN_RUN_DIR"
         return replace(row, is_good=False, advice=advice, see=FOLDERS)
+    if second.resumed_from:
+        advice = (
+            f"it loaded {Path(second.resumed_from).name} and counts from its first step again: its own resume restores "
+            "no step, so add the session's lines"
+        )
+        return replace(row, is_good=False, advice=advice, see=LINES)
     if first.saved_steps:
         advice = (
             "checkpoints are there and were not loaded: call `training.resume()`, or `run.newest()`, before the loop"
@@ -405,6 +434,15 @@ class Rehearsal:
         verdicts = [row.is_good for row in self.rows]
         return False not in verdicts and True in verdicts
 
+    @property
+    def verdict(self) -> str:
+        """For people, e.g. "train.py does not survive 2 of 3"."""
+        num_bad = sum(row.is_good is False for row in self.rows)
+        num_judged = sum(row.is_good is not None for row in self.rows)
+        if num_judged == 0:
+            return f"{self.name} was not judged"
+        return f"{self.name} survives" if num_bad == 0 else f"{self.name} does not survive {num_bad} of {num_judged}"
+
     def to_json(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
         return {"survives": self.survives, **asdict(self)}
@@ -412,7 +450,7 @@ class Rehearsal:
     def text(self) -> str:
         """Returns the table, and below it one sentence for each row that is not good."""
         tried = [row for row in self.rows if not row.came_back.startswith((_LEFT_OUT, "refused: "))]
-        lines = [table(HEADER, [cells_of(row) for row in tried])]
+        lines = [table(HEADER, [cells_of(row) for row in tried])] if tried else []
         advice: dict[str, list[str]] = {}
         for row in self.rows:
             if row.is_good is False:
@@ -425,11 +463,7 @@ class Rehearsal:
         lines += [f"note, {', '.join(labels)}: {fact}" for fact, labels in facts.items()]
         lines += [f"note: {fact}" for fact in self.facts]
         lines += [f"{row.came_back}: {row.label}" for row in self.rows if row not in tried]
-        num_bad = sum(row.is_good is False for row in self.rows)
-        num_judged = sum(row.is_good is not None for row in self.rows)
-        judged = f"does not survive {num_bad} of {num_judged}" if num_judged else "was not judged"
-        verdict = "survives" if self.survives else judged
-        lines.append(f"{self.name} {verdict}; two undisturbed runs: {self.noise}; took {duration(self.seconds)}")
+        lines.append(f"{self.verdict}; two undisturbed runs: {self.noise}; took {duration(self.seconds)}")
         return "\n".join(lines)
 
 

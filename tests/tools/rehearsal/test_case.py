@@ -1,10 +1,68 @@
-"""What is quoted of a start that failed."""
+"""Processes of a start, with real ones; and what is quoted of a start that failed."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from slurm_train.tools.rehearsal.case import error_line
+import slurm_train
+from slurm_train.tools.rehearsal.case import RanksHere, end_supervisor, error_line
+from tests.support.waiting import wait_for
+
+_RANK = "SLURM_TRAIN_ATTEMPT=0 RANK=0"
+
+
+def test_a_child_that_ends_after_the_signal_and_before_its_rank_is_known(tmp_path: Path) -> None:
+    is_ready = tmp_path / "ready"
+    rank = f"trap 'kill $child; sleep 2; exit' TERM; sleep 61 & child=$!; touch {is_ready}; wait"
+    supervisor = subprocess.Popen(["sh", "-c", f'{_RANK} sh -c "$1" & wait', "sh", rank])
+    ranks = RanksHere(supervisor)
+
+    def has_child() -> bool:
+        ranks.look()
+        return is_ready.exists() and any(name == "sleep 61" for _, name in ranks.below.values())
+
+    def have_ended() -> bool:
+        ranks.look()
+        return ranks.have_ended()
+
+    wait_for(has_child, within_s=60, what="the rank and its child")
+    ranks.send("TERM")
+    wait_for(have_ended, within_s=60, what="the end of the rank")
+    assert ranks.ended_before() == ["sleep 61"]
+    assert ranks.end_survivors(within_s=0.1) == []
+    supervisor.wait(60)
+
+
+def test_what_this_package_starts_beside_a_rank_is_not_said_to_outlive_it(tmp_path: Path) -> None:
+    watcher = Path(slurm_train.__file__).parent / "worker/watcher.py"
+    sleeps = tmp_path / "slurm_train/worker" / watcher.name
+    sleeps.parent.mkdir(parents=True)
+    sleeps.write_text("import time; time.sleep(63)")
+    own, other = f"{sys.executable} {sleeps} &", "sleep 64 &"
+    assert watcher.exists()
+    supervisor = subprocess.Popen(["sh", "-c", f"{_RANK} sh -c '{own} {other} wait' & wait"])
+    ranks = RanksHere(supervisor)
+
+    def has_both() -> bool:
+        ranks.look()
+        return len(ranks.below) == 2
+
+    wait_for(has_both, within_s=60, what="the rank and what it starts")
+    ranks.send("KILL")
+    assert ranks.end_survivors(within_s=0.1) == ["sleep 64"]
+    supervisor.wait(60)
+
+
+def test_a_rank_that_is_started_at_the_end_of_a_case_is_ended_too() -> None:
+    supervisor = subprocess.Popen(["sh", "-c", f"sleep 1; {_RANK} sleep 62 & wait; exit 3"])
+    ranks = RanksHere(supervisor)
+    end_supervisor(supervisor, ranks)
+    assert ranks.have_ended()
+    assert supervisor.returncode == 3
 
 
 @pytest.mark.parametrize(

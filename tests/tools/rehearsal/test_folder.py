@@ -13,7 +13,7 @@ from slurm_train.tools.rehearsal.folder import (
     files_in,
     in_folders,
     is_checkpoint,
-    renamed_by_time,
+    renamed_folder,
 )
 
 
@@ -33,6 +33,18 @@ def test_checkpoints_and_code_are_copied_and_data_are_linked(tmp_path: Path, mon
     assert (source / "out/last.pt").read_text().startswith("content")
     assert sorted(path.name for path in target.iterdir()) == ["data.parquet", "env", "images", "out", "train.py"]
     assert {path.name for path in target.iterdir() if path.is_symlink()} == {"data.parquet", "env", "images"}
+
+
+def test_what_the_code_names_beside_its_folder_is_copied_beside_the_copy(tmp_path: Path) -> None:
+    for name in ("source/train.py", "data/MNIST/raw", "other/file", "out/last.pt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("MNIST('../data', out='../out/', more='../source/x', none='../gone')")
+    target = tmp_path / "copy/source"
+    target.parent.mkdir()
+    copy_folder(tmp_path / "source", target, without=[])
+    assert sorted(path.name for path in target.parent.iterdir()) == ["data", "out", "source"]
+    (target / "../out/last.pt").write_text("other")
+    assert (tmp_path / "out/last.pt").read_text().startswith("MNIST")
 
 
 @pytest.mark.parametrize(
@@ -66,12 +78,16 @@ def test_what_a_run_has_written_is_known(tmp_path: Path) -> None:
         ("out/20261129-003521/last.pt", "out/20261129-003611/last.pt", True),
         ("outputs/2026-11-29/00-35-21/a.log", "outputs/2026-11-29/00-36-11/a.log", True),
         ("exp_1795912781/x", "exp_1795912799/x", True),
+        ("logs/version_0/a/metrics.csv", "logs/version_1/a/metrics.csv", True),
+        ("results/000-DiT/log.txt", "results/001-DiT/log.txt", True),
         ("step_00000100.pt", "step_00000200.pt", False),
+        ("out/checkpoint-10/model.pt", "out/checkpoint-20/model.pt", False),
+        ("out/samples_1/a.png", "out/log.txt", False),
         ("out/20261129-003521/last.pt", "out/20261129-003521/last.pt", False),
     ],
 )
-def test_names_that_differ_in_a_time_alone_are_found(first: str, second: str, is_found: bool) -> None:
-    assert (renamed_by_time([first], [second]) is not None) is is_found
+def test_folders_that_differ_in_a_time_or_a_number_alone_are_found(first: str, second: str, is_found: bool) -> None:
+    assert (renamed_folder([first], [second]) is not None) is is_found
 
 
 def test_a_checkpoint_of_many_files_has_one_name() -> None:

@@ -102,6 +102,12 @@ def read(tmp_path: Path, log: str, *, reports: list[dict[str, object]] | None = 
             [(0, 256), (0, 512)],
             [None, 8.5],
         ),
+        ("[0/3][1/9] Loss_D: 0.5 Loss_G: 2.5\n[0/3][2/9] Loss_D: 0.25 Loss_G: 2\n", [(0, 1), (0, 2)], [0.5, 0.25]),
+        (
+            "Epoch 1/5: 4%|4 | 2/54 [0:1<0:3, loss (batch)=0.5]\nEpoch 1/5: 8%|8 | 4/54 [0:2<0:3, loss (batch)=2]\n",
+            [(1, 2), (1, 4)],
+            [0.5, 2.0],
+        ),
         ("loading\ndone\n", [], []),
     ],
 )

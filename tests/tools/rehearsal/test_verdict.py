@@ -73,16 +73,22 @@ def test_steps_since_the_last_save_are_repeated_and_that_is_good() -> None:
     [
         ({}, {"marks": {REPORTS: marks(range(1, 6))}}, "began anew at step 1", "saved nothing by then"),
         (
-            {"files": {"out/last.pt": (9, 0)}},
+            {"files": {"data/train.bin": (9, 0), "out/last.pt": (9, 0)}, "written": frozenset({"out/last.pt"})},
             {"marks": {REPORTS: marks(range(1, 6))}},
             "began anew at step 1",
-            "did not load it",
+            "it had written out/last.pt and did not load it",
         ),
         (
             {"written": frozenset({"out/20261129-003521/a.pt"})},
             {"marks": {REPORTS: marks(range(1, 6))}, "written": frozenset({"out/20261129-003611/a.pt"})},
             "began anew at step 1",
             "out/<time>/a.pt",
+        ),
+        (
+            {"written": frozenset({"out/last.pt"})},
+            {"marks": {REPORTS: marks(range(1, 6))}, "resumed_from": "out/last.pt"},
+            "began anew at step 1",
+            "it loaded last.pt",
         ),
         (
             {"saved_steps": ("checkpoint_0000005",)},
@@ -164,6 +170,13 @@ def test_cut_files_and_processes_that_outlive_the_program_are_noted() -> None:
     )
 
 
+def test_children_that_ended_before_it_are_noted_where_it_does_not_come_back() -> None:
+    first = replace(FIRST, ended_before=("envs.py",))
+    began_anew = replace(SECOND, marks={REPORTS: marks(range(1, 6))})
+    assert any("envs.py" in fact for fact in row_of(first, began_anew).facts)
+    assert not row_of(first).facts
+
+
 def test_differences_within_the_noise_of_two_undisturbed_runs_are_no_fault() -> None:
     other = replace(SECOND, marks={REPORTS: marks(range(9, 17), shift=0.01)})
     assert row_of(FIRST, other).is_good is False
@@ -178,8 +191,25 @@ def test_slow_marks_are_enough_to_tell_a_run_that_begins_anew() -> None:
     assert slow.middle.words == "step 1"
 
 
-def test_a_disturbance_that_never_came_says_nothing() -> None:
-    assert row_of(replace(FIRST, signalled_s=None), None).is_good is None
+@pytest.mark.parametrize(
+    ("ended", "why"),
+    [
+        ({"exit_code": 0}, "ended before"),
+        ({"exit_code": 1, "traceback": "OSError: no data"}, "OSError: no data"),
+        ({"ended_s": None}, "too slow"),
+    ],
+)
+def test_a_disturbance_that_never_came_says_why(ended: dict[str, object], why: str) -> None:
+    row = row_of(replace(FIRST, signalled_s=None, **ended), None)
+    assert row.is_good is None and row.came_back.startswith("left out, ") and why in row.came_back
+    rehearsal = Rehearsal(name="a.py", place="", undisturbed="", noise="equal", rows=(row,), seconds=1.0)
+    assert "was not judged" in rehearsal.text() and "AFTER IT WAS" not in rehearsal.text()
+
+
+@pytest.mark.parametrize(("last_words", "advice"), [("it=3", "'it=3': name the form"), ("", "it printed nothing")])
+def test_a_program_that_does_not_say_its_step_is_told_its_last_line(last_words: str, advice: str) -> None:
+    row = row_of(FIRST, kind=None, marks=(), last_words=last_words)
+    assert row.is_good is False and advice in row.advice
 
 
 def test_a_program_survives_if_a_row_is_good_and_none_is_bad() -> None:
