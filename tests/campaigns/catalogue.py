@@ -24,7 +24,8 @@ _HEAD = """# What was promised, and how often it was tried
 
 Each promise below is tested by a campaign with a seed. A campaign causes the fault, records what happened and checks
 the result. `make campaign` runs all of them on a real Slurm on this machine (hours on two cores) and rewrites this
-page; `python -m tests.campaigns NAME --trials 5` runs one of them briefly. Campaigns without a cluster are "local".
+page; `python -m tests.campaigns NAME --trials 5` runs one of them briefly. Campaigns without a cluster are "local". The
+last column ends with the commit that was tested.
 """
 
 
