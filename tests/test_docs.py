@@ -277,6 +277,7 @@ COMMON_WORDS = {
     "accept there is no such key",
     "is not a folder on this node",
     "it must be a folder that only you",
+    "does not see the files of in the",
 }
 
 
