@@ -67,8 +67,8 @@ def test_a_large_tensor_is_written_from_where_it_is():
     assert not any(largest), "it is the tensor's own memory"
 
 
-def test_an_archive_is_made_once_for_all_small_tensors_of_a_shape(monkeypatch, tmp_path):
-    """To make it takes more of the interpreter than all else of a save, and GPT-2 has 562 of them."""
+def test_an_archive_is_made_once_for_all_tensors_of_a_shape(monkeypatch, tmp_path):
+    """To make it takes more of the interpreter than all else of a save, and GPT-2 has 784 tensors."""
     made, archive = [], zipfile.ZipFile
     monkeypatch.setattr(zipfile, "ZipFile", lambda *args: made.append(1) or archive(*args))
     monkeypatch.setattr(torch, "save", lambda *_: pytest.fail("torch makes one for each"))
@@ -78,3 +78,13 @@ def test_an_archive_is_made_once_for_all_small_tensors_of_a_shape(monkeypatch, t
         read = torch.load(io.BytesIO(written(tensor, tmp_path / f"{number}")), weights_only=True)
         assert read.equal(tensor)
     assert len(made) == 1
+
+
+def test_an_archive_with_the_sizes_of_a_tensor_above_4_gib_is_read(monkeypatch, tmp_path):
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 1000)
+    module._archive_around.cache_clear()
+    tensor = torch.randn(20, 17)
+    content = written(tensor, tmp_path)
+    module._archive_around.cache_clear()
+    assert torch.load(io.BytesIO(content), weights_only=True).equal(tensor)
+    assert zipfile.ZipFile(io.BytesIO(content)).testzip() is None
