@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from slurm_train.checkpoint.agreement import rank_in, size_of
+from slurm_train.checkpoint.agreement import on_every_rank, rank_in, size_of
 from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.division import OTHERS, Agreement, Division, own_part, own_tensors
 from slurm_train.checkpoint.earlier import EXTRA, MODES, VALUES, read_states
@@ -258,22 +258,27 @@ class State:
         return notes
 
     def check_after_first_step(self) -> list[str]:
-        """Checks on this rank, after the first step, what could be wrong with a save; returns notes for the user.
+        """Checks after the first step what could be wrong with a save; returns notes for the user.
+
+        Collective where the owner keeps replicas; the ranks of a program come here one by one.
 
         Raises:
             ConfigError: a save would lack something that is trained, or where the samples are.
             CheckpointError: a resume could not read what it has, so that no save would succeed.
-        """
-        self.watched.free_gathered()
-        return ask(AFTER_FIRST_STEP, self.watched)
-
-    def compare_ranks(self) -> None:
-        """Finds after the first step what a save would find on other ranks, where the owner keeps replicas. Collective.
-
-        Raises:
             RunError: on every rank: the step has made other buffers, or of other shapes, on some ranks; or the
                 optimizer keeps another part of its state on each rank under the name of the whole.
         """
+        self.watched.free_gathered()
+        if not self._terms.keeps_replicas:
+            return ask(AFTER_FIRST_STEP, self.watched)
+        notes = on_every_rank(self._group, lambda: ask(AFTER_FIRST_STEP, self.watched))
+        # An evaluation puts the model back, which would look like a change.
+        self.watched.has_model_of_first_step = False
+        self._compare_ranks()
+        return notes[0]
+
+    def _compare_ranks(self) -> None:
+        """Finds after the first step what a save would find on other ranks. Collective."""
         # At the next step each rank takes rank 0's buffers, of which it would mistake parts for other buffers.
         self._division.check({"model": saved_buffers(self._model)})
         if self._terms.group_names is not None:

@@ -45,16 +45,17 @@ class Resumption:
 
     def __init__(self, run: RunDirectory, place: Place) -> None:
         self._run = run
-        self._place = place
+        self.place = place
+        """The checkpoints of the run."""
         self._is_recorded = not place.is_leader
         self.origin = Origin()
         """The checkpoint; saves name it as their parent."""
 
     def begin_from(self, choice: Choice | None) -> None:
         """Begins anew from what all ranks have chosen, None: from the beginning."""
-        self._place.passed_over[:] = [] if choice is None else [passed.path for passed in choice.passed_over]
+        self.place.passed_over[:] = [] if choice is None else [passed.path for passed in choice.passed_over]
         self.origin = Origin() if choice is None else choice.origin
-        self._is_recorded = not self._place.is_leader
+        self._is_recorded = not self.place.is_leader
 
     def facts_of_save(self, *, world_size: int, host: str, env: Mapping[str, str]) -> dict[str, Any]:
         """Returns what the header of a checkpoint says about who writes it, and after which other one.
@@ -66,10 +67,10 @@ class Resumption:
         """
         return {
             "world_size": world_size,
-            "attempt": self._place.attempt,
+            "attempt": self.place.attempt,
             # Letters, digits and "_".
             "job": env.get("SLURM_JOB_ID", "local"),
-            "written_by": f"{host} pid {os.getpid()}" if self._place.is_leader else "",
+            "written_by": f"{host} pid {os.getpid()}" if self.place.is_leader else "",
             "parent": self.origin.save_id,
         }
 
@@ -82,6 +83,6 @@ class Resumption:
             return
         # A newer attempt that has taken over is found by the next save.
         with contextlib.suppress(OSError, RunError):
-            self._place.move_aside()
-            record_origin(self._run, self._place.attempt, self.origin)
+            self.place.move_aside()
+            record_origin(self._run, self.place.attempt, self.origin)
             self._is_recorded = True

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from slurm_train.checkpoint.agreement import Group
 from slurm_train.checkpoint.choice import Choice, choose_checkpoint
-from slurm_train.checkpoint.manifest import CheckpointHeader
+from slurm_train.checkpoint.manifest import PROGRAM, CheckpointHeader, Manifest
 from slurm_train.checkpoint.resumption import Resumption, run_place
 from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.errors import CheckpointError, ConfigError
@@ -23,7 +23,7 @@ from slurm_train.session.replays import REPLAYS, Replays
 
 
 class SessionCheckpoints:
-    """One rank's view of the checkpoints of its run.
+    """One rank's view of the checkpoints of its run: the `TrainingFacts` of a program.
 
     Args:
         rank: this rank.
@@ -77,8 +77,29 @@ class SessionCheckpoints:
             )
         return choice
 
-    def continue_from(self, choice: Choice | None) -> None:
-        """Continues from a checkpoint that all ranks have chosen; None: from the beginning."""
+    def reason_against(self, _manifest: Manifest) -> str:
+        """See `TrainingFacts`."""
+        return ""
+
+    def begin_from(self, choice: Choice | None) -> list[str]:
+        """Refuses a checkpoint of something else than a `training`. See `TrainingFacts`.
+
+        Raises:
+            CheckpointError: the built-in trainer or `Session.save` has saved it.
+        """
+        if choice is not None and not choice.manifest.is_program:
+            raise CheckpointError(
+                f"{choice.path} was not saved by a `training` of a session",
+                hint="load it with `newest()`, or start the program under another run.name",
+            )
+        return []
+
+    def continue_from(self, choice: Choice | None) -> list[str]:
+        """Continues from a checkpoint that all ranks have chosen; returns notes for the user.
+
+        Args:
+            choice: None: from the beginning.
+        """
         self._resumption.begin_from(choice)
         self.newest_step = self.resumed_step
         self._is_behind = False
@@ -91,19 +112,23 @@ class SessionCheckpoints:
         self.replays.continue_from(extra.get(REPLAYS, []))
         if choice is None:
             self.orders.continue_from(0, [])
-            return
+            return []
         manifest = choice.manifest
         self.orders.continue_from(manifest.step, manifest.extra.get(ORDERS, []))
         self.loaded = Checkpoint(path=choice.path, step=manifest.step, world_size=manifest.world_size)
-        self._rank.say(*choice.warnings, choice.resuming)
-        if manifest.world_size != self._rank.place.world_size and not self.orders.saved:
-            self._rank.say(
-                f"{manifest.world_size} ranks have saved it, and these are {self._rank.place.world_size}: the program "
-                "itself has to find its place in the data"
-            )
         # Other ranks have theirs with the rest of the state.
         if manifest.is_program and self._rank.place.rank >= manifest.world_size:
             self.restore_random()
+        if manifest.world_size == self._rank.place.world_size or self.orders.saved:
+            return []
+        return [
+            f"{manifest.world_size} ranks have saved step {manifest.step}, and these are "
+            f"{self._rank.place.world_size}: the program itself has to find its place in the data"
+        ]
+
+    def steps_until(self, step: int) -> int | None:
+        """Returns the steps of this attempt up to one that is saved."""
+        return step - self.resumed_step
 
     def restore_random(self) -> None:
         """Puts the random generators back as they were in the checkpoint that the program continues."""
@@ -165,7 +190,7 @@ class SessionCheckpoints:
                 "the program under another run.name",
             )
 
-    def header(self, step: int, *, kind: str) -> CheckpointHeader:
+    def header(self, step: int, *, kind: str = PROGRAM) -> CheckpointHeader:
         """Returns the facts of a save.
 
         Args:

@@ -7,12 +7,13 @@ own gradients show it.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slurm_train.session.training import RunTraining
+if TYPE_CHECKING:
+    from slurm_train.checkpoint.saver import Saver
 
 
-def note_of_gradients(step: int, training: RunTraining | None) -> str:
+def note_of_gradients(step: int, training: Saver | None) -> str:
     """Returns what is to be said of a save while gradients are added up, "" for nothing.
 
     Args:
@@ -25,7 +26,7 @@ def note_of_gradients(step: int, training: RunTraining | None) -> str:
             f"step {step} is saved while accelerate adds up gradients: {lost}; call `should_stop` and `save` only "
             "where `accelerator.sync_gradients` is true"
         )
-    name = "" if training is None else training.pending_gradient()
+    name = "" if training is None else training.state.watched.steps.pending()
     if name:
         return (
             f"step {step} is saved while gradients are added up ({name}): {lost}; call `should_stop` and `save` only "

@@ -31,7 +31,6 @@ from slurm_train.session.replays import Replays
 from slurm_train.session.saving import DirectorySave
 from slurm_train.session.signals import install
 from slurm_train.session.stopping import Stopping
-from slurm_train.session.training import RunTraining
 from slurm_train.session.wandb_calls import guard_calls
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from slurm_train.data.batches import RankBatches
+    from slurm_train.session.training import RunTraining
 
 
 class JoinedSession(Session):
@@ -189,7 +189,8 @@ class JoinedSession(Session):
         finally:
             seconds = clock() - start_s
             checkpoints.log_save(step, seconds, num_bytes=num_bytes, error=error)
-        self._note_longest_save(seconds)
+        spent = self._progress.spent
+        spent.longest_save_s = max(spent.longest_save_s, seconds)
         self._rank.say(*saved.problems)
 
     def newest(self) -> Checkpoint | None:
@@ -201,7 +202,9 @@ class JoinedSession(Session):
             )
         with self._around_load():
             choice = self._checkpoints.choose(self._calls.group())
-            self._checkpoints.continue_from(choice)
+            notes = self._checkpoints.continue_from(choice)
+            if choice is not None:
+                self._rank.say(*choice.warnings, *notes, choice.resuming)
         return self._checkpoints.loaded
 
     @property
@@ -271,6 +274,7 @@ class JoinedSession(Session):
 
         from slurm_train.checkpoint.contents import State, Terms
         from slurm_train.checkpoint.saves import build_saves
+        from slurm_train.session.training import RunTraining
 
         group = self._calls.group()
         if group is not None and not isinstance(group, ProcessGroup):
@@ -309,6 +313,7 @@ class JoinedSession(Session):
             state,
             saves,
             self._checkpoints,
+            spent=self._progress.spent,
             saving=self._around_training_save,
             loading=self._around_load,
             say=self._rank.say,
@@ -340,8 +345,6 @@ class JoinedSession(Session):
             with contextlib.suppress(OSError):
                 self._progress.write_lines()
             yield bool(self._stop_reason)
-        if self._training is not None:
-            self._note_longest_save(self._training.longest_save_s)
 
     @contextlib.contextmanager
     def _around_load(self) -> Iterator[None]:
@@ -350,10 +353,6 @@ class JoinedSession(Session):
             self._calls.meet("newest")
             yield
             self._progress.begin_at(self._checkpoints.resumed_step)
-
-    def _note_longest_save(self, seconds: float) -> None:
-        spent = self._progress.spent
-        spent.longest_save_s = max(spent.longest_save_s, seconds)
 
     @property
     def _replays(self) -> Replays:

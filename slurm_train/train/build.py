@@ -33,6 +33,7 @@ from slurm_train.train.compilation import CompileCache, compile_in_place, requir
 from slurm_train.train.context import Built, Parts, Rank
 from slurm_train.train.ending import end_training
 from slurm_train.train.evaluate import build_evaluator, find_measured
+from slurm_train.train.facts import build_facts, build_saver
 from slurm_train.train.health import Health, RecentLosses, position_after_rollbacks
 from slurm_train.train.layout import apply_parallelism, failures_explained
 from slurm_train.train.loss_scale import LossScale
@@ -48,7 +49,6 @@ from slurm_train.train.samples import (
     note_of_few,
     padding_for,
 )
-from slurm_train.train.saver import build_saver
 from slurm_train.train.start_up import StartUp
 from slurm_train.train.step import build_stepper
 from slurm_train.train.stops import Stops
@@ -218,7 +218,8 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
     position = Position()
     for callback in callbacks.values():
         callback.attach(parts)
-    saver = build_saver(parts, position, callbacks=callbacks, peak_lr=peak_lr)
+    facts = build_facts(parts, position, callbacks=callbacks, peak_lr=peak_lr)
+    saver = build_saver(facts, spent=spent)
     order = RecordedOrder()
     losses = RecentLosses(config.health)
     saver.state.add("bucket_order", order, of="run")
@@ -226,9 +227,9 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
     scale = LossScale(rank.device) if rank.autocast is torch.float16 else None
     if scale is not None:
         saver.state.add("loss_scale", scale, of="run")
-    notes = saver.resume()
+    saver.resume()
     saved_samples = position.samples
-    position.samples, num_rollbacks = position_after_rollbacks(rank.run, position, saver.resumption.origin)
+    position.samples, num_rollbacks = position_after_rollbacks(rank.run, position, facts.resumption.origin)
     max_steps = total_steps(
         config,
         num_samples=len(parts.train_data),
@@ -247,11 +248,11 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
         next_samples = position.samples_at(
             position.step + 1, global_size=rank.plan.global_size, growth=config.batch.growth
         )
-        notes.append(note_on_rate(saver.resumed_from, schedule, next_samples=next_samples) or "")
+        rank.say(note_on_rate(saver.resumed_from, schedule, next_samples=next_samples))
 
     is_stream = isinstance(parts.train_data, StreamSource)
     few = "" if is_stream else note_of_few(len(parts.train_data), global_size=rank.plan.global_size)
-    rank.say(*notes, few)
+    rank.say(few)
 
     # The data from that position on.
     share = build_share(rank, is_over=position.step >= max_steps)
@@ -263,7 +264,7 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
             share,
             samples=position.samples,
             saved_samples=saved_samples,
-            state=None if saver.stream is None else saver.stream.saved,
+            state=None if facts.stream is None else facts.stream.saved,
         )
 
     # What takes and measures steps.
@@ -279,6 +280,7 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
         rank,
         batches=batches,
         saver=saver,
+        resumption=facts.resumption,
         losses=losses,
         num_rollbacks=num_rollbacks,
     )
@@ -295,6 +297,7 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], spent: Spe
         health=health,
         evaluator=evaluator,
         saver=saver,
+        resumption=facts.resumption,
         stops=stops,
         progress=build_progress(
             parts, stepper.passes, share, spent=spent, first_step=position.step, max_steps=max_steps

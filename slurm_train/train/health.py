@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurm_train.checkpoint.agreement import on_rank_zero
+from slurm_train.checkpoint.resumption import Resumption
+from slurm_train.checkpoint.saver import Saver
 from slurm_train.checkpoint.state import local_part
 from slurm_train.config.schema import HealthSection
 from slurm_train.data.batches import GlobalBatches
@@ -26,7 +28,6 @@ from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.position import Position
-from slurm_train.train.saver import TrainerSaver
 from slurm_train.train.step import StepResult
 
 # Sample ids of a bad step in its event, at most.
@@ -83,6 +84,7 @@ class Health:
         rank: this rank.
         batches: the global batches of the run.
         saver: restores the checkpoint of a rollback.
+        resumption: which one that was.
         losses: of the newest good steps.
         num_rollbacks: rollbacks of this run so far.
     """
@@ -92,7 +94,8 @@ class Health:
         rank: Rank,
         *,
         batches: GlobalBatches,
-        saver: TrainerSaver,
+        saver: Saver,
+        resumption: Resumption,
         losses: RecentLosses,
         num_rollbacks: int,
     ) -> None:
@@ -104,6 +107,7 @@ class Health:
         self._settings = rank.config.health
         self._batches = batches
         self._saver = saver
+        self._resumption = resumption
         self.losses = losses
         self._num_rollbacks = num_rollbacks
         self._compared_step = 0
@@ -180,13 +184,13 @@ class Health:
         # A save under way may be of a step that is discarded below.
         self._saver.saves.finish()
         self._saver.saves.discard_from(bad_step)
-        notes = self._saver.resume()
+        self._saver.resume()
         if self._saver.resumed_from is None:
             raise SlurmTrainError(
                 f"step {bad_step} went wrong and there is no checkpoint to go back to",
                 hint="lower checkpoint.every_steps, or set health.on_non_finite=skip",
             )
-        origin = self._saver.resumption.origin
+        origin = self._resumption.origin
         facts = {
             "to_step": position.step,
             "checkpoint_samples": position.samples,
@@ -196,7 +200,7 @@ class Health:
         }
         on_rank_zero(group, lambda: self._rank.append_event("rollback", step=bad_step, **facts))
         span = f"samples {position.samples} to {samples}"
-        self._rank.say(f"step {bad_step}: back to step {position.step}; {span} are passed over", *notes)
+        self._rank.say(f"step {bad_step}: back to step {position.step}; {span} are passed over")
         position.samples = samples
 
     def compare_replicas(self, model: nn.Module, *, step: int, before_save: bool = False) -> None:

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from slurm_train.checkpoint.saves import Saves
+from slurm_train.checkpoint.resumption import Resumption
+from slurm_train.checkpoint.saver import Saver
+from slurm_train.checkpoint.saves import Copied, Saves
+from slurm_train.distributed.pipeline import refuse_saved_buffers
 from slurm_train.distributed.seeds import mix
 from slurm_train.session.wandb_calls import guard_calls
 from slurm_train.train.callbacks import Callback, TrainerView
@@ -24,7 +27,6 @@ from slurm_train.train.optimizer import Schedule, averaged, to_average
 from slurm_train.train.position import Position
 from slurm_train.train.progress import TrainingProgress
 from slurm_train.train.samples import Samples
-from slurm_train.train.saver import TrainerSaver
 from slurm_train.train.start_up import StartUp, collect_garbage, give_back_garbage, take_over_garbage
 from slurm_train.train.step import StepFacts, Stepper, StepResult
 from slurm_train.train.stops import Stops
@@ -51,8 +53,10 @@ class Trainer:
     """Judges the results of steps."""
     evaluator: Evaluator | None
     """None where there are no held-out samples, or none shall be evaluated."""
-    saver: TrainerSaver
+    saver: Saver
     """Saves the training, and restores it."""
+    resumption: Resumption
+    """The checkpoint that this attempt goes on from."""
     stops: Stops
     """How the training ends before its last step."""
     progress: TrainingProgress
@@ -170,20 +174,20 @@ class Trainer:
         """Calls the callbacks, evaluates and saves, where that is due."""
         step = self.position.step
         eval_every = self.rank.config.train.eval_every_steps
-        self.saver.resumption.move_on()
+        self.resumption.move_on()
         self._call("on_step_end")
         if self.start_up is not None:
             self._end_start_up(self.start_up)
         else:
             collect_garbage(step)
         evaluates = step == self.max_steps or bool(eval_every and step % eval_every == 0)
-        saves = self.saves.pace.is_due(step)
+        saves = self.saver.is_due(step)
         # While a GPU is still at the step: when its result has come, the GPU has nothing to do.
         copied = None
         if saves and not evaluates and self._may_copy_early:
             with self.progress.span("checkpoint_stall_s"):
                 self.rank.heartbeat.mark("save")
-                copied = self.saver.copy()
+                copied = self.saver.copy(step)
         # What is evaluated or saved has been read before, so nothing that went wrong gets into it.
         if (evaluates or saves or self.saves.is_requested) and self._read_pending():
             return
@@ -192,9 +196,7 @@ class Trainer:
             self._evaluate()
         is_last = step == self.max_steps or self.stops.is_agreed
         if (saves or self.saves.is_requested) and not is_last:
-            with self.progress.span("checkpoint_stall_s"):
-                self._before_save()
-                self.say(self.saver.save_soon(copied or self.saver.copy()))
+            self._save(copied)
 
     @property
     def _may_copy_early(self) -> bool:
@@ -205,9 +207,11 @@ class Trainer:
 
     def _end_start_up(self, start_up: StartUp) -> None:
         start_up.end(self.stepper.passes.buffers)
-        self.rank.say(*self.saver.check_first_step())
+        if self.parts.group_names is not None:
+            refuse_saved_buffers(self.model)
+        self.saver.check_first_step()
         if self.rank.config.checkpoint.every_steps is not None:
-            self.saves.prepare(self.saver.state.own_tensors())
+            self.saver.prepare()
         take_over_garbage()
         # A callback may call it.
         guard_calls(self.rank.stop)
@@ -246,10 +250,7 @@ class Trainer:
         if finished:
             to_average(self.stepper.optimizer)
         if finished or self._has_time_to_save():
-            with self.progress.span("checkpoint_stall_s"):
-                self._before_save()
-                self.saver.save()
-                self._pass_on_news()
+            self._save(waits=True)
         if finished:
             self.saves.close()
         return finished
@@ -289,21 +290,20 @@ class Trainer:
         self.progress.spent.rolled_back_steps += step_before - self.position.step
         return True
 
-    def _before_save(self) -> None:
-        self.health.compare_replicas(self.model, step=self.position.step, before_save=True)
-        self._call("on_save")
-        self.rank.say(*self.saver.state.check_before_save(None))
-        self.rank.heartbeat.mark("save")
-        # The thread that writes the checkpoint makes them durable.
-        with contextlib.suppress(OSError):
-            self.progress.write_lines()
+    def _save(self, copied: Copied | None = None, *, waits: bool = False) -> None:
+        step = self.position.step
+        with self.progress.span("checkpoint_stall_s"):
+            self.health.compare_replicas(self.model, step=step, before_save=True)
+            self._call("on_save")
+            self.rank.heartbeat.mark("save")
+            # The thread that writes the checkpoint makes them durable.
+            with contextlib.suppress(OSError):
+                self.progress.write_lines()
+            self.saver.write(step, copied=copied, waits=waits)
 
     def _pass_on_news(self) -> None:
         """Passes on what became of background saves; one that ends the run asks for a stop, which all agree on."""
-        for line in self.saves.news():
-            self.say(line)
-        spent = self.progress.spent
-        spent.longest_save_s = max(spent.longest_save_s, self.saves.times.longest_s)
+        self.saver.say_news()
         if self.saves.fatal is not None:
             self.stops.request()
 

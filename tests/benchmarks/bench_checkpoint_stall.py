@@ -26,10 +26,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from slurm_train.checkpoint.saver import Saver
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.timing import Spent
+from slurm_train.train.facts import build_facts, build_saver
 from slurm_train.train.position import Position
-from slurm_train.train.saver import TrainerSaver, build_saver
 from tests.support.options import read_options
 from tests.support.ranks import make_parts, make_rank
 
@@ -70,8 +72,7 @@ class Bench:
     def ours(self) -> None:
         """A periodic save."""
         self.number += 1
-        self.saver.position.step = self.number
-        self.saver.save_soon(self.saver.copy())
+        self.saver.write(self.number)
 
     def torch_save(self) -> None:
         """torch.save of both state dicts and fsync."""
@@ -107,12 +108,13 @@ class Bench:
         path.mkdir()
         return path
 
-    def _build_saver(self) -> TrainerSaver:
+    def _build_saver(self) -> Saver:
         run = RunDirectory(self.folder / "run")
         run.path.mkdir()
         rank = make_rank(run.path, RunConfig(checkpoint=CheckpointSection(keep=1)))
         parts = make_parts(rank, self.model, self.optimizer, Data(range(1000)))
-        return build_saver(parts, Position(), callbacks={}, peak_lr=0.1)
+        facts = build_facts(parts, Position(), callbacks={}, peak_lr=0.1)
+        return build_saver(facts, spent=Spent(begin_unix_s=0.0))
 
 
 class Data(list[int]):
@@ -171,7 +173,7 @@ def main() -> None:
         print(
             f"checkpoint stall: {size_gb:.2f} GB in {len(bench.tensors())} tensors, {torch.get_num_threads()} threads"
         )
-        bench.saver.saves.prepare(bench.saver.state.own_tensors())  # as the trainer does after its first step
+        bench.saver.prepare()  # as the trainer does after its first step
         bench.settle()
         ways = {
             "copy in memory": bench.copy,

@@ -126,7 +126,7 @@ def build(order: Mapping[str, Any]) -> tuple[Run, Figures]:
 
     def save() -> Figures:
         saves = trainer.saves
-        saves.prepare(trainer.saver.state.own_tensors())
+        trainer.saver.prepare()
         saves.finish()
         trainer.stepper.drain()
         before_s, began_s = saves.times.blocked_s, time.perf_counter()

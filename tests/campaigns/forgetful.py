@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from slurm_train.train.saver import TrainerSaver
+from slurm_train.checkpoint.choice import Choice
+from slurm_train.train.facts import TrainerFacts
 
-resume = TrainerSaver.resume
+begin_from = TrainerFacts.begin_from
 
 
-def forget(self: TrainerSaver) -> list[str]:
-    notes = resume(self)
-    if self.position.step:
+def forget(self: TrainerFacts, choice: Choice | None) -> list[str]:
+    notes = begin_from(self, choice)
+    if choice is not None:
         self.position.samples += self.parts.rank.plan.global_size
     return notes
 
 
-TrainerSaver.resume = forget  # type: ignore[method-assign]  # the fault of this program
+TrainerFacts.begin_from = forget  # type: ignore[method-assign]  # the fault of this program

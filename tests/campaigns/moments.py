@@ -29,7 +29,7 @@ class Phase(NamedTuple):
 PHASES = {
     "meet": Phase("slurm_train.train.context", "open_store", 0.05),
     "group": Phase("slurm_train.distributed.group", "init_group", 0.05),
-    "resume": Phase("slurm_train.train.saver", "TrainerSaver.resume", 0.05),
+    "resume": Phase("slurm_train.checkpoint.saver", "Saver.resume", 0.05),
     "step": Phase("slurm_train.train.step", "Stepper.step", 0.005),
     "copy": Phase("slurm_train.checkpoint.state", "StagingBuffers.stage", 0.001),
     "save": Phase("slurm_train.checkpoint.saves", "save_to", 0.05),

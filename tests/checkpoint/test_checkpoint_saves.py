@@ -18,10 +18,10 @@ from slurm_train.models.gpt import GPT
 from slurm_train.rundir.events import read_events, read_saves
 from slurm_train.rundir.lineage import read_origins
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
-from slurm_train.rundir.timing import Notice, read_measured, read_step_times
+from slurm_train.rundir.timing import Notice, Spent, read_measured, read_step_times
+from slurm_train.train.facts import build_facts, build_saver
 from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.position import Position
-from slurm_train.train.saver import build_saver
 from tests.support.ledgers import attempt_of
 from tests.support.ranks import make_parts, make_rank
 from tests.support.run_facts import run_with_notice
@@ -198,7 +198,8 @@ def test_only_statistics_that_are_saved_hold_up_the_next_pass(
     held: list[bool] = []
     monkeypatch.setattr(StagingBuffers, "hold_changes", lambda _: held.append(True))
     parts = make_parts(make_rank(tmp_path), model, build_optimizer(model, optim=OptimSection()), Numbers(range(64)))
-    build_saver(parts, Position(), callbacks={}, peak_lr=0.1).copy()
+    facts = build_facts(parts, Position(), callbacks={}, peak_lr=0.1)
+    build_saver(facts, spent=Spent(begin_unix_s=0.0)).copy(0)
     assert bool(held) == holds
 
 

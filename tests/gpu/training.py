@@ -145,9 +145,9 @@ def farthest(one: Iterable[float], other: Iterable[float]) -> float:
 
 def save_soon(trainer: Trainer) -> None:
     """Begins a periodic save of a trainer, as its loop does. Collective."""
-    copied = trainer.saver.copy()
+    copied = trainer.saver.copy(trainer.position.step)
     trainer._read_pending()
-    trainer.saver.save_soon(copied)
+    trainer.saver.write(trainer.position.step, copied=copied)
 
 
 def release(trainer: Trainer) -> None:

@@ -283,7 +283,7 @@ def _steps_with_saves(stage: Stage, name: str, *, compiles: bool) -> dict[str, f
     trainer = training_of(sections_of(model, local_size=local_size, **changes), stage.folder / name)
     saves = trainer.saves
     trainer.advance(5)
-    saves.prepare(trainer.saver.state.own_tensors())
+    trainer.saver.prepare()
     cost = _cost_of_a_save(stage, trainer)
     kinds = ("plain", "saving", "plain", "copying", "plain", "plain")
     steps: dict[str, list[float]] = {kind: [] for kind in kinds}

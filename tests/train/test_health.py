@@ -270,7 +270,9 @@ def empty_after(items: int, pattern: str) -> Position:
     """Judges steps, "." with an item that counts and "x" without; returns the position after the last one."""
     none: Any = None
     rank = make_rank(rank=1, ranks=2)
-    health = Health(rank, batches=none, saver=none, losses=RecentLosses(rank.config.health), num_rollbacks=0)
+    health = Health(
+        rank, batches=none, saver=none, resumption=none, losses=RecentLosses(rank.config.health), num_rollbacks=0
+    )
     position = Position()
     position.items = items
     for step, kind in enumerate(pattern, start=1):

@@ -26,7 +26,7 @@ from slurm_train.tools.trackers.follow import (
     run_outcome,
     write_state,
 )
-from slurm_train.train.saver import tracker_ids
+from slurm_train.train.facts import tracker_ids
 from tests.support.command_line import REPOSITORY
 from tests.support.tracked_runs import add_lines, make_run, steps
 

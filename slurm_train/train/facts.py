@@ -1,4 +1,4 @@
-"""Saves the training and restores it: the trainer's facts around the `State` that any training has."""
+"""What the built-in trainer adds to its checkpoints: the facts of its loop, and which parts it has."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slurm_train.checkpoint.agreement import on_every_rank
+from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.contents import State, Terms
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.checkpoint.resumption import Resumption, run_place
-from slurm_train.checkpoint.saves import Content, Copied, Saves, build_saves
+from slurm_train.checkpoint.saver import Saver
+from slurm_train.checkpoint.saves import build_saves
 from slurm_train.checkpoint.state import training_state
 from slurm_train.config.frozen import config_hash
 from slurm_train.data.build import ALLOW_WORLD_CHANGE
 from slurm_train.data.stream import StreamSource
-from slurm_train.distributed.pipeline import refuse_saved_buffers
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.timing import Spent
 from slurm_train.train.callbacks import Callback
 from slurm_train.train.context import Parts
 from slurm_train.train.continuity import Continuity, build_continuity
@@ -44,14 +45,12 @@ class RandomState:
 
 
 @dataclass(slots=True, kw_only=True)
-class TrainerSaver:
-    """Saves the training at its position, and resumes it. All ranks call the same methods in the same order."""
+class TrainerFacts:
+    """The `TrainingFacts` of the built-in trainer. All ranks call the same methods in the same order."""
 
     parts: Parts
     position: Position
     """Of the loop, which keeps it up to date."""
-    state: State
-    """All that is saved."""
     stream: StreamPlace | None
     """Where this rank's stream of samples was; None where samples are read by number."""
     callbacks: Mapping[str, Callback]
@@ -62,94 +61,68 @@ class TrainerSaver:
     """Hash of the frozen configuration, as in `plan.json`; an accepted change changes it, but not the run id."""
     lr: dict[str, Any]
     """Peak learning rate, and how it was adapted to the global batch; for the manifest."""
-    saves: Saves
-    """Writes the checkpoints."""
     resumption: Resumption
     """The checkpoint that the training was loaded from."""
-    resumed_from: Manifest | None = None
-    """Of that checkpoint; None at the beginning of a run."""
 
-    def resume(self) -> list[str]:
-        """Restores the newest verified checkpoint, the position with it; returns notes for the user. Collective.
+    def reason_against(self, manifest: Manifest) -> str:
+        """See `Continuity.reason_against`."""
+        return self.continuity.reason_against(manifest)
+
+    def begin_from(self, choice: Choice | None) -> list[str]:
+        """Takes over the position of a checkpoint of this training. See `TrainingFacts`.
 
         Raises:
-            CheckpointError: checkpoints exist, but none can be loaded.
             RunError: settings or code are not those that the checkpoint was trained with.
             DataError: the data set is not the one that the checkpoint was trained on.
         """
-        self.saves.finish()
-        choice, notes = self.saves.choose(reason_against=self.continuity.reason_against)
         self.resumption.begin_from(choice)
-        self.resumed_from = None if choice is None else choice.manifest
         if choice is None:
-            return notes
-        manifest = choice.manifest
+            return []
         position = self.position
-        position.continue_from(manifest)
-        accepted = self.continuity.check(manifest)
+        position.continue_from(choice.manifest)
+        accepted = self.continuity.check(choice.manifest)
         if accepted:
             # A person who changes a run that a callback has ended wants it to continue.
             position.ended = ""
         with refusing_parts(self.parts.optimizer):
             # Creates the state of an optimizer that has not stepped yet, so that it can be filled.
             training_state(self.parts.model, self.parts.optimizer)
-        restored = self.state.restore(choice)
+        return accepted
+
+    def continue_from(self, choice: Choice | None) -> list[str]:
+        """Compares data and batch with those of a checkpoint. See `TrainingFacts`."""
+        if choice is None:
+            return []
+        manifest = choice.manifest
+        notes = [self.continuity.note_on_measures(manifest) or ""]
         if self.stream is not None:
-            restored += self.stream.check_readers(manifest, num_readers=self.parts.rank.layout.data_parallel_size)
+            notes += self.stream.check_readers(manifest, num_readers=self.parts.rank.layout.data_parallel_size)
         saved_sizes = {
             "global_size": manifest.batch_plan.get("global_size"),
             "growth": manifest.batch_plan.get("growth", {}),
         }
         if saved_sizes != self._batch_sizes:
-            position.batch_since = [manifest.step, manifest.samples]
-        others = filter(None, [self.continuity.note_on_measures(manifest)])
-        return [*notes, *choice.warnings, *accepted, *others, *restored, choice.resuming]
+            self.position.batch_since = [manifest.step, manifest.samples]
+        return notes
 
-    def check_first_step(self) -> list[str]:
-        """Checks that a save will have all that was trained, and that it will load; returns notes. Collective.
-
-        Raises:
-            RunError: on every rank: the step has made other buffers, or of other shapes, on some ranks.
-            ConfigError: a save would lack something that is trained; or there are buffers in a pipeline.
-            CheckpointError: the optimizer keeps something that no checkpoint has.
-        """
-        if self.parts.group_names is not None:
-            refuse_saved_buffers(self.parts.model)
-        notes = on_every_rank(dist.group.WORLD, self.state.check_after_first_step)
-        self.state.watched.has_model_of_first_step = False
-        self.state.compare_ranks()
-        return notes[0]
-
-    def save(self) -> None:
-        """Saves the position; returns when the checkpoint is durable. See `Saves.save`. Collective."""
-        self.saves.save(self.content, step=self.position.step)
-
-    def copy(self) -> Copied:
-        """Copies the training as it is now; the position counts as it is when the writing begins. Collective."""
-        return self.saves.copy(self.content)
-
-    def save_soon(self, copied: Copied) -> str | None:
-        """Begins to write a copy of the position. See `Saves.save_soon`. Collective."""
-        return self.saves.save_soon(copied, step=self.position.step)
-
-    def content(self) -> Content:
-        """Returns what this rank writes of the training as it is now. Collective."""
-        return self.state.content(self._header)
+    def steps_until(self, _step: int) -> int | None:
+        """Returns None: the loop counts its steps by itself, and a rollback counts some again."""
+        return None
 
     @property
     def _batch_sizes(self) -> dict[str, Any]:
         rank = self.parts.rank
         return {"global_size": rank.plan.global_size, "growth": rank.config.batch.growth}
 
-    def _header(self) -> CheckpointHeader:
-        """Returns the facts of a save for its manifest; what follows from the state is added there."""
+    def header(self, step: int) -> CheckpointHeader:
+        """See `TrainingFacts`; the samples are those of the position by now."""
         rank = self.parts.rank
         position = self.position
         place = rank.place
         rules = [callback.kept_steps() for callback in self.callbacks.values()]
         kept = [rule for rule in rules if rule is not None]
         return CheckpointHeader(
-            step=position.step,
+            step=step,
             samples=position.samples,
             epoch=position.samples // self.continuity.num_samples,
             mesh=rank.layout.as_mapping,
@@ -175,14 +148,14 @@ def tracker_ids(run: RunDirectory) -> dict[str, dict[str, str]]:
     return {"trackers": ids} if ids else {}
 
 
-def build_saver(
+def build_facts(
     parts: Parts,
     position: Position,
     *,
     callbacks: Mapping[str, Callback],
     peak_lr: float,
-) -> TrainerSaver:
-    """Returns the saver of this run. Collective over all ranks.
+) -> TrainerFacts:
+    """Returns what the trainer knows of its checkpoints.
 
     Args:
         parts: model, optimizer and data of this rank.
@@ -193,17 +166,6 @@ def build_saver(
     rank = parts.rank
     config = rank.config
     global_size = rank.plan.global_size
-    saves = build_saves(
-        rank.run,
-        place=run_place(rank.run, rank.attempt, keep=config.checkpoint.keep, is_leader=rank.place.is_first),
-        rank_place=rank.place,
-        settings=config.checkpoint,
-        env=rank.env,
-        device=rank.device,
-        clock=rank.clock,
-        peers=dist.group.WORLD,
-        keeps_copies=config.slurm.outlives_nodes,
-    )
     continuity = build_continuity(
         rank.run,
         config,
@@ -216,11 +178,10 @@ def build_saver(
     if isinstance(parts.train_data, StreamSource):
         may_begin_anew = bool((config.data or {}).get(ALLOW_WORLD_CHANGE))
         stream = StreamPlace(parts.train_data, position, may_begin_anew=may_begin_anew)
-    state = build_state(parts, callbacks=callbacks, stream=stream)
-    return TrainerSaver(
+    place = run_place(rank.run, rank.attempt, keep=config.checkpoint.keep, is_leader=rank.place.is_first)
+    return TrainerFacts(
         parts=parts,
         position=position,
-        state=state,
         stream=stream,
         callbacks=callbacks,
         continuity=continuity,
@@ -230,9 +191,31 @@ def build_saver(
             "retune": config.optim.lr_retune,
             "tuned_for_global_size": config.optim.lr_global_size,
         },
-        saves=saves,
-        resumption=Resumption(rank.run, saves.place),
+        resumption=Resumption(rank.run, place),
     )
+
+
+def build_saver(facts: TrainerFacts, *, spent: Spent) -> Saver:
+    """Returns the saver of this run; the owners of the loop's parts add them to its state. Collective over all ranks.
+
+    Args:
+        facts: what the trainer knows of its checkpoints.
+        spent: the account of this rank.
+    """
+    rank = facts.parts.rank
+    saves = build_saves(
+        rank.run,
+        place=facts.resumption.place,
+        rank_place=rank.place,
+        settings=rank.config.checkpoint,
+        env=rank.env,
+        device=rank.device,
+        clock=rank.clock,
+        peers=dist.group.WORLD,
+        keeps_copies=rank.config.slurm.outlives_nodes,
+    )
+    state = build_state(facts.parts, callbacks=facts.callbacks, stream=facts.stream)
+    return Saver(state, saves, facts, spent=spent, say=rank.say)
 
 
 def build_state(parts: Parts, *, callbacks: Mapping[str, Callback], stream: StreamPlace | None) -> State:
@@ -241,7 +224,7 @@ def build_state(parts: Parts, *, callbacks: Mapping[str, Callback], stream: Stre
     Args:
         parts: model, optimizer and data of this rank.
         callbacks: by the names of their states.
-        stream: see `TrainerSaver`.
+        stream: see `TrainerFacts`.
     """
     rank = parts.rank
     config = rank.config
