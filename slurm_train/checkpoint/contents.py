@@ -24,10 +24,11 @@ from slurm_train.checkpoint.earlier import EXTRA, MODES, VALUES, read_states
 from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader, Manifest
 from slurm_train.checkpoint.parts import PER_RANK, Generator, GeneratorState, Of, Stateful, StateParts
 from slurm_train.checkpoint.replicas import differing_states, parts_of_ranks, require_replicas
-from slurm_train.checkpoint.rules.listed import AFTER_FIRST_STEP, ALWAYS, BEFORE_SAVE, HANDED_OVER, ask
+from slurm_train.checkpoint.rules.listed import AFTER_FIRST_STEP, BEFORE_SAVE, EACH_SAVE, HANDED_OVER, WHO_HAS_WHAT, ask
 from slurm_train.checkpoint.rules.watched import Watched
 from slurm_train.checkpoint.saves import Content
 from slurm_train.checkpoint.state import (
+    Structure,
     names_of_groups,
     number_groups,
     plain_names,
@@ -72,6 +73,8 @@ class Terms:
     """Whether the owner compares the replicas, and gives all ranks rank 0's buffers before each step."""
     has_modes: bool = False
     """Whether the modes of modules are saved; not where a program sets them around each evaluation by itself."""
+    host: str = ""
+    """Name of this rank's node."""
     of: Of = None
     """Whose the state of a named object is."""
     noun: str = ""
@@ -127,6 +130,8 @@ class State:
         self._switches = Switches(model, has_modes=terms.has_modes)
         self._num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
         """Groups of each optimizer as the program has made it."""
+        self._owners: list[Any] = []
+        """What `_check_owners` was asked about last."""
         self._is_used = False
         """Whether it was saved or restored, so that training may have changed switches."""
 
@@ -153,11 +158,12 @@ class State:
         self._is_used = True
         self.watched.free_gathered()
         terms = self._terms
+        structure = structure_of(self._model)
         if not terms.keeps_replicas:
             # Between two steps a program may have changed anything.
-            ask(ALWAYS, self.watched)
+            self._check_owners(structure)
+            ask(EACH_SAVE, self.watched)
         parts = self._parts.content()
-        structure = structure_of(self._model)
         state = training_state(self._model, self._optimizers, makes_state=terms.makes_state, structure=structure)
         extra_of_modules = on_host(take_extra_states(state["model"]))
         if terms.group_names is not None:
@@ -173,7 +179,14 @@ class State:
             of_first_rank=[MODEL + name for name in shapes] + parts.of_first_rank,
         )
         if not terms.keeps_replicas:
-            require_replicas(self._model, group=self._group)
+            require_replicas(
+                self._model,
+                group=self._group,
+                host=terms.host,
+                moment="in this save",
+                hint="a checkpoint would have the values of one rank: train replicas by DDP, and cut parameters as "
+                "DTensors; or write each rank's files in `with run.save(step)`",
+            )
         made = sorted(name for name, shape in shapes.items() if self._buffers.get(name) != shape)
         extra: dict[str, Any] = {}
         extra |= {PER_RANK: parts.per_rank} if parts.per_rank else {}
@@ -294,6 +307,12 @@ class State:
                 "saves it for each rank",
             )
 
+    def pending_gradient(self) -> str:
+        """Returns the name of a parameter whose gradient is being added up for the next step, "" for none."""
+        # An evaluation may have put others in the place of those that the optimizers have.
+        self.watched.free_gathered()
+        return self.watched.steps.pending()
+
     def check_before_save(self, num_steps: int | None) -> list[str]:
         """Returns notes for the user about what a resume would not have of this rank; each once.
 
@@ -302,6 +321,14 @@ class State:
         """
         self.watched.num_steps = num_steps
         return ask(BEFORE_SAVE, self.watched)
+
+    def _check_owners(self, structure: Structure) -> None:
+        """Checks that each parameter is the model's and one optimizer's, where that may have changed."""
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        owners = [structure.found, *(id(parameter) for group in groups for parameter in group["params"])]
+        if owners != self._owners:
+            ask(WHO_HAS_WHAT, self.watched)
+            self._owners = owners
 
     @property
     def _kinds(self) -> list[str]:
@@ -383,14 +410,19 @@ class State:
         """
         if self._terms.keeps_replicas:
             return state, {}, self._division.agree(state, values=values, of_first_rank=of_first_rank)
+        names = self.watched.own_state
+
+        def is_shared(name: str) -> bool:
+            return name not in names
+
         while True:
-            shared = filtered(state, lambda name: name not in self.watched.own_state)
+            shared = filtered(state, is_shared) if names else state
             agreed = self._division.agree(shared, values=values, of_first_rank=of_first_rank)
             differing = parts_of_ranks(shared["optimizer"]["state"], group=self._group)
             if not differing:
                 break
-            self.watched.own_state |= set(differing)
-        own = filtered(state["optimizer"]["state"], lambda name: name in self.watched.own_state, ("optimizer", "state"))
+            names |= set(differing)
+        own = filtered(state["optimizer"]["state"], names.__contains__, ("optimizer", "state")) if names else {}
         return shared, {name: parts for name, parts in own.items() if parts}, agreed
 
     def _restore_own_state(self, manifest: Manifest, own: Mapping[str, Any]) -> None:

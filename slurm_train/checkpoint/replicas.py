@@ -6,7 +6,8 @@ keeps a part of its state on each rank under the name of the whole) would come b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup
 from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.state import local_part, plain_names
 from slurm_train.checkpoint.tree import full_name, leaves_of
-from slurm_train.errors import RunError
+from slurm_train.errors import RunError, SlurmTrainError
 from slurm_train.formatting import shorten
 
 # Ranks that hold the same numbers get norms that differ by less, also where their GPUs are of different models.
@@ -31,6 +32,11 @@ _LARGE_BYTES = 1 << 16
 _TYPES_WITH_NORMS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # A prime: rows of a common width begin at other columns each time.
 _SKETCH_COLUMNS = 1021
+# Ranks that an error names, at most.
+_MOST_NAMED = 8
+# Elements whose digest is computed at once, and the integer type of an element by its bytes.
+_CHUNK = 1 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 
 def digest(state: Mapping[str, Any]) -> str:
@@ -117,21 +123,104 @@ def _as_floats(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _TYPES_WITH_NORMS else tensor.float()
 
 
-def require_replicas(model: nn.Module, *, group: ProcessGroup | None) -> None:
-    """Checks that all ranks have the same values of what each of them holds whole: one will be saved. Collective.
+def require_replicas(
+    model: nn.Module,
+    *,
+    group: ProcessGroup | None,
+    host: str,
+    moment: str,
+    hint: str,
+    exact_on: torch.device | None = None,
+    replicas: Iterable[Sequence[int]] | None = None,
+) -> None:
+    """Checks that ranks hold the same values of the parameters that they are to hold alike. Collective.
+
+    A flipped bit in one GPU's memory, a kernel that is not the same everywhere or a forgotten broadcast lets replicas
+    drift apart, and nothing fails: the loss only gets worse.
+
+    Args:
+        model: this rank's.
+        group: of all ranks; None for one process.
+        host: name of this rank's node.
+        moment: for the error, e.g. "at step 4".
+        hint: what to do.
+        exact_on: device of an exchange of 8 bytes a rank, after which each bit counts. None: norms and sums are
+            compared, which takes less time and allows for GPUs of different models.
+        replicas: groups of ranks that hold the same parts of DTensors; None: all ranks, and DTensors are left out.
 
     Raises:
-        RunError: on every rank: naming those that differ.
+        SlurmTrainError: on every rank: naming ranks and parameters that differ.
     """
+    if group is None:
+        return
     plain = plain_names(model)
-    whole = {plain(name): parameter for name, parameter in model.named_parameters()}
-    differing = names_that_differ(whole, group=group)
-    if differing:
-        raise RunError(
-            f"ranks hold different values of {shorten(differing)}, and a checkpoint would have those of one rank",
-            hint="train replicas by DDP, and cut parameters as DTensors; or write each rank's files in "
-            "`with run.save(step)`",
-        )
+    tensors = {
+        plain(name): local_part(parameter.detach())
+        for name, parameter in model.named_parameters()
+        if replicas is not None or not hasattr(parameter, "placements")
+    }
+    groups = [range(group.size())] if replicas is None else list(replicas)
+    if exact_on is None:
+        tensors = {name: tensors[name] for name in names_that_differ(tensors, group=group)}
+    elif not _divergent(groups, _digests_of_ranks(tensors.values(), device=exact_on, group=group)):
+        return
+    if not tensors:
+        return
+    named = {name: int(digest_of_parameters([tensor])) for name, tensor in tensors.items()}
+    answers = on_every_rank(group, lambda: (host, named))
+    by_name = {name: _divergent(groups, [numbers.get(name) for _, numbers in answers]) for name in named}
+    ranks = sorted(set().union(*by_name.values()))
+    names = ", ".join(f"{rank} on {answers[rank][0]}" for rank in ranks[:_MOST_NAMED])
+    if len(ranks) > _MOST_NAMED:
+        names += ", ..."
+    raise SlurmTrainError(
+        f"the replicas differ {moment}: rank {names} holds other values of "
+        f"{shorten(name for name, ranks in by_name.items() if ranks)} than the other {len(answers) - len(ranks)}",
+        hint=hint,
+    )
+
+
+def _digests_of_ranks(tensors: Iterable[Tensor], *, device: torch.device, group: ProcessGroup) -> list[int]:
+    here = digest_of_parameters(tensors).reshape(1).to(device)
+    gathered = [torch.empty_like(here) for _ in range(group.size())]
+    dist.all_gather(gathered, here, group=group)
+    return [int(number) for number in torch.cat(gathered).tolist()]
+
+
+def _divergent(groups: Iterable[Sequence[int]], numbers: Sequence[int | None]) -> set[int]:
+    """Returns the ranks whose number is not that of most ranks of their group."""
+    return {ranks[place] for ranks in groups for place in find_divergent([numbers[rank] for rank in ranks])}
+
+
+@torch.no_grad()
+def digest_of_parameters(parameters: Iterable[Tensor]) -> Tensor:
+    """Returns a digest (int64 scalar on their device) of all parameters, bit for bit.
+
+    The sum of every element's bits times an odd number of its own, modulo 2**64: a change of any single element always
+    changes it, since an odd factor loses no bit. Integer arithmetic depends on no order of summation.
+    """
+    tensors = [local_part(parameter).detach().reshape(-1) for parameter in parameters]
+    # An element of 8 bytes is two integers, one of 16 bytes four. A rank may hold no element of a small model.
+    lengths = (min(_CHUNK, tensor.numel()) * max(1, tensor.element_size() // 4) for tensor in tensors)
+    longest = max(lengths, default=0)
+    device = tensors[0].device if tensors else None
+    odd_numbers = 2 * torch.arange(longest, dtype=torch.int64, device=device) + 1
+    weights = odd_numbers * -7046029254386353131
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        for chunk in torch.split(tensor, _CHUNK):
+            bits = chunk.view(_INTEGERS[chunk.element_size()]).long()
+            # The factor makes the digest depend on the order of equal chunks.
+            total = total * 3 + (bits * weights[: bits.numel()]).sum()
+    return total
+
+
+def find_divergent(digests: Sequence[int | None]) -> list[int]:
+    """Returns the ranks whose digest is not the most frequent one; of equally frequent ones the first rank's counts."""
+    counts = Counter(digests)
+    most = max(counts.values())
+    majority = next(digest for digest in digests if counts[digest] == most)
+    return [rank for rank, digest in enumerate(digests) if digest != majority]
 
 
 def parts_of_ranks(state: Mapping[str, Any], *, group: ProcessGroup | None) -> list[str]:
@@ -143,23 +232,25 @@ def parts_of_ranks(state: Mapping[str, Any], *, group: ProcessGroup | None) -> l
         state: what the optimizers keep, by parameter.
         group: a gloo group of all ranks; None for one process.
     """
+    if group is None:
+        return []
     leaves = leaves_of(state, ("optimizer", "state"))
     return names_that_differ({full_name(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}, group=group)
 
 
-def names_that_differ(tensors: Mapping[str, Tensor], *, group: ProcessGroup | None) -> list[str]:
+def names_that_differ(tensors: Mapping[str, Tensor], *, group: ProcessGroup) -> list[str]:
     """Returns the names of those tensors whose values differ from rank to rank; DTensors never do. Collective.
 
     Args:
         tensors: the same names with the same shapes on all ranks.
-        group: a gloo group of all ranks; None for one process.
+        group: a gloo group of all ranks.
     """
     whole = {
         name: local_part(tensor.detach())
         for name, tensor in tensors.items()
         if not hasattr(tensor, "placements") and tensor.numel()
     }
-    if group is None or not whole:
+    if not whole:
         return []
     # Parts of one norm, e.g. of signs or of orthogonal rows, differ in their sums.
     numbers = torch.empty(2, len(whole), dtype=torch.float64)

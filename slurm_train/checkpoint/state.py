@@ -73,15 +73,20 @@ def training_state(
 
 def _state_of(optimizer: Optimizer) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
     """Returns what an optimizer saves of each parameter, and the settings of its groups."""
-    hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
-    if type(optimizer).state_dict is Optimizer.state_dict and not any(hooks):
-        # What it gives then, without numbering all parameters.
+    if _gives_what_it_keeps(optimizer):
+        # Without numbering all parameters.
         return optimizer.state, optimizer.param_groups
     given = optimizer.state_dict()
     parameter_of: dict[Any, Tensor] = {}
     for group, numbered in zip(optimizer.param_groups, given["param_groups"], strict=True):
         parameter_of |= dict(zip(numbered["params"], group["params"], strict=True))
     return {parameter_of[number]: kept for number, kept in given["state"].items()}, given["param_groups"]
+
+
+def _gives_what_it_keeps(optimizer: Optimizer) -> bool:
+    """Returns whether its `state_dict` gives its state and the settings of its groups as they are, and nothing else."""
+    hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
+    return type(optimizer).state_dict is Optimizer.state_dict and not any(hooks)
 
 
 def restore_training_state(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
@@ -158,6 +163,8 @@ class Structure(NamedTuple):
     """Whether torch's `state_dict` gives tensors by their names and as they are, and nothing else."""
     saved: Mapping[str, Tensor]
     """What it gives then, in its order; else nothing."""
+    found: object
+    """Another object for each structure that was found out: the same one as long as nothing has changed."""
 
     @property
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -191,6 +198,7 @@ def _find_structure(model: nn.Module) -> Structure:
         buffers={plain(name): buffer for name, buffer in saved_buffers(model).items()},
         is_plain=is_plain,
         saved={plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()} if is_plain else {},
+        found=object(),
     )
 
 
@@ -210,6 +218,7 @@ class _KeptNames:
         self._names = [value for value in objects if not isinstance(value, _OBJECTS)]
         self._plain = structure.plain
         self._is_plain = structure.is_plain
+        self._found = structure.found
         place_of = {id(value): place for place, value in enumerate(objects)}
         parts = (structure.modules, structure.parameters, structure.buffers, structure.saved)
         self._places = [{name: place_of[id(value)] for name, value in part.items()} for part in parts]
@@ -223,7 +232,7 @@ class _KeptNames:
         modules, parameters, buffers, saved = (
             {name: objects[place] for name, place in places.items()} for places in self._places
         )
-        return Structure(self._plain, modules, parameters, buffers, self._is_plain, saved)
+        return Structure(self._plain, modules, parameters, buffers, self._is_plain, saved, self._found)
 
 
 _OBJECTS = (nn.Module, Tensor)
@@ -383,7 +392,8 @@ def require_known_state(optimizer: Optimizer) -> None:
                 "which checkpoints cannot have",
                 hint="take an optimizer whose state is of ordinary tensors",
             )
-    others = {str(key) for key in optimizer.state_dict().keys() - {"state", "param_groups"}}
+    given = () if _gives_what_it_keeps(optimizer) else optimizer.state_dict()
+    others = {str(key) for key in given if key not in ("state", "param_groups")}
     others |= {f"state[{key!r}]" for key in optimizer.state if not isinstance(key, Tensor)}
     for kept in optimizer.state.values():
         others |= {f"state[...][{key!r}]" for key in _keys_of(kept) if not isinstance(key, str)}

@@ -26,7 +26,7 @@ def note_of_gradients(step: int, training: Saver | None) -> str:
             f"step {step} is saved while accelerate adds up gradients: {lost}; call `should_stop` and `save` only "
             "where `accelerator.sync_gradients` is true"
         )
-    name = "" if training is None else training.state.watched.steps.pending()
+    name = "" if training is None else training.state.pending_gradient()
     if name:
         return (
             f"step {step} is saved while gradients are added up ({name}): {lost}; call `should_stop` and `save` only "

@@ -295,7 +295,7 @@ class JoinedSession(Session):
             optimizers,
             others,
             group=group,
-            terms=Terms(),
+            terms=Terms(host=self._place.host),
         )
         state.add(RANDOM, self._checkpoints.random, of="rank")
         saves = build_saves(

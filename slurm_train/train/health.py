@@ -8,25 +8,24 @@ by the same values; so all ranks do the same without a further exchange.
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from slurm_train.checkpoint.agreement import on_rank_zero
+from slurm_train.checkpoint.replicas import require_replicas
 from slurm_train.checkpoint.resumption import Resumption
 from slurm_train.checkpoint.saver import Saver
-from slurm_train.checkpoint.state import local_part
 from slurm_train.config.schema import HealthSection
 from slurm_train.data.batches import GlobalBatches
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.context import Rank, gather
+from slurm_train.train.context import Rank
 from slurm_train.train.position import Position
 from slurm_train.train.step import StepResult
 
@@ -37,11 +36,6 @@ _MOST_IDS = 256
 _EMPTY_AT_FIRST = 3
 _EMPTY_IN_A_ROW = 10
 _EMPTY_WINDOW = 100
-# Ranks that the error about different replicas names, at most.
-_MOST_NAMED = 8
-# Elements whose digest is computed at once, and the integer type of an element by its bytes.
-_CHUNK = 1 << 20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 
 class RecentLosses:
@@ -218,7 +212,17 @@ class Health:
         if every is None or not (before_save or step % every == 0) or step == self._compared_step:
             return
         self._compared_step = step
-        check_replicas(self._rank, model.parameters(), step=step)
+        layout = self._rank.layout
+        # Offloaded parameters are on the host.
+        require_replicas(
+            model,
+            group=dist.group.WORLD,
+            host=self._rank.place.host,
+            moment=f"at step {step}",
+            hint="resume goes on from a checkpoint from before; if it comes back, exclude that node (cluster.exclude)",
+            exact_on=self._rank.device,
+            replicas=None if layout.is_replicated else layout.groups(("dp_replicate",)),
+        )
 
     def _write(self, result: StepResult, kind: str, action: str) -> None:
         facts = result.facts
@@ -302,67 +306,4 @@ def refuse(result: StepResult, *, num_empty: int = 1, of: int = 1) -> None:
         hint="lower optim.lr or optim.grad_clip_norm (or leave float16), look at the samples of this step "
         "(events@*.jsonl), then resume: no checkpoint has this step; health.on_non_finite=skip or rollback "
         "goes on by itself",
-    )
-
-
-@torch.no_grad()
-def digest_of_parameters(parameters: Iterable[Tensor]) -> Tensor:
-    """Returns a digest (int64 scalar on their device) of all parameters, bit for bit.
-
-    The sum of every element's bits times an odd number of its own, modulo 2**64: a change of any single element always
-    changes it, since an odd factor loses no bit. Integer arithmetic depends on no order of summation.
-    """
-    tensors = [local_part(parameter).detach().reshape(-1) for parameter in parameters]
-    # An element of 8 bytes is two integers, one of 16 bytes four. A rank may hold no element of a small model.
-    lengths = (min(_CHUNK, tensor.numel()) * max(1, tensor.element_size() // 4) for tensor in tensors)
-    longest = max(lengths, default=0)
-    device = tensors[0].device if tensors else None
-    odd_numbers = 2 * torch.arange(longest, dtype=torch.int64, device=device) + 1
-    weights = odd_numbers * -7046029254386353131
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for tensor in tensors:
-        for chunk in torch.split(tensor, _CHUNK):
-            bits = chunk.view(_INTEGERS[chunk.element_size()]).long()
-            # The factor makes the digest depend on the order of equal chunks.
-            total = total * 3 + (bits * weights[: bits.numel()]).sum()
-    return total
-
-
-def find_divergent(digests: list[int]) -> list[int]:
-    """Returns the ranks whose digest is not the most frequent one; of equally frequent ones the first rank's counts."""
-    counts = Counter(digests)
-    most = max(counts.values())
-    majority = next(digest for digest in digests if counts[digest] == most)
-    return [rank for rank, digest in enumerate(digests) if digest != majority]
-
-
-def check_replicas(rank: Rank, parameters: Iterable[Tensor], *, step: int) -> None:
-    """Compares the parameters of all ranks that hold the same part of them. Collective: 8 bytes a rank.
-
-    A flipped bit in one GPU's memory, a kernel that is not the same everywhere or a forgotten broadcast lets replicas
-    drift apart, and nothing fails: the loss only gets worse.
-
-    Raises:
-        SlurmTrainError: they differ; on every rank, with the same message.
-    """
-    # Offloaded parameters are on the host.
-    digest_here = digest_of_parameters(parameters).reshape(1).to(rank.device)
-    gathered = [torch.empty_like(digest_here) for _ in range(rank.place.world_size)]
-    dist.all_gather(gathered, digest_here)
-    digests = [int(digest) for digest in torch.cat(gathered).tolist()]
-    layout = rank.layout
-    replica_groups: Any = [range(len(digests))] if layout.is_replicated else layout.groups(("dp_replicate",))
-    divergent: list[int] = []
-    for ranks in replica_groups:
-        divergent += [ranks[position] for position in find_divergent([digests[number] for number in ranks])]
-    if not divergent:
-        return
-    hosts = gather(rank.place.host)
-    names = ", ".join(f"{number} on {hosts[number]}" for number in divergent[:_MOST_NAMED])
-    if len(divergent) > _MOST_NAMED:
-        names += ", ..."
-    raise SlurmTrainError(
-        f"the replicas differ at step {step}: rank {names} holds other parameters than the other "
-        f"{len(digests) - len(divergent)}",
-        hint="resume goes on from a checkpoint from before; if it comes back, exclude that node (cluster.exclude)",
     )

@@ -133,6 +133,20 @@ def test_a_save_and_a_restore_after_an_evaluation_are_of_the_shards(
     assert all(torch.equal(now[name], value) for name, value in before.items())
 
 
+def test_gradients_that_are_added_up_are_seen_after_an_evaluation_of_shards(group_of_one: None) -> None:
+    model = nn.Linear(3, 1)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = State(model, [optimizer], {}, group=dist.group.WORLD, terms=Terms())
+    for pending in ("", "weight"):
+        model(torch.ones(2, 3)).sum().backward()
+        if not pending:
+            optimizer.step()
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+        assert state.pending_gradient() == pending
+
+
 @pytest.mark.parametrize("terms", [TRAINER, Terms()], ids=["trainer", "program"])
 def test_what_no_resume_could_read_or_nothing_saves_is_found_after_the_first_step(terms: Terms) -> None:
     class Counter(Holder):

@@ -22,7 +22,6 @@ from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.heartbeat import Limits, read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.hang import Observer, read_flights, recording_environment
-from slurm_train.train.health import check_replicas
 from slurm_train.train.trainer import Trainer
 from tests.gpu.catalogue import Stage, end_with, require
 from tests.gpu.training import (
@@ -67,14 +66,14 @@ def all_of_two(folder: Path, rank: int) -> dict[str, Any]:
         sections = sections_of(local_size=4, train={**_PRECISE, "max_steps": 20}, **changes)
         return training_of(sections, folder / name, rank=rank, ranks=2)
 
-    plain = build("plain")
+    plain = build("plain", health={"check_replicas_every_steps": 1})
     losses = next_losses(plain, _STEPS)
     digest = weights_digest(plain.model.named_parameters())
     flipped = ""
     if rank == 1:
         next(plain.model.parameters()).data.view(torch.int32)[0, 0] ^= 1
     try:
-        check_replicas(plain.rank, plain.model.parameters(), step=_STEPS)
+        plain.health.compare_replicas(plain.model, step=_STEPS + 1)
     except SlurmTrainError as err:
         flipped = str(err)
     release(plain)

@@ -27,15 +27,11 @@ from slurm_train.checkpoint.rules.watched import Watched
 Rule: TypeAlias = Callable[[Watched], list[str]]
 """Raises an error, or returns notes for the user; asks this rank alone."""
 
-ALWAYS: Sequence[Rule] = (
-    refuse_wrappers,
-    refuse_stateless,
-    refuse_lost_samples,
-    refuse_unknown_state,
-    refuse_strangers,
-    refuse_repeated,
-)
-"""Where a training is handed over, after its first step, and at each save."""
+WHO_HAS_WHAT: Sequence[Rule] = (refuse_wrappers, refuse_strangers, refuse_repeated)
+"""At a save in which the model or a group of an optimizer is made of other objects than before."""
+EACH_SAVE: Sequence[Rule] = (refuse_stateless, refuse_lost_samples, refuse_unknown_state)
+ALWAYS: Sequence[Rule] = (*WHO_HAS_WHAT, *EACH_SAVE)
+"""Where a training is handed over, and after its first step."""
 HANDED_OVER: Sequence[Rule] = (*ALWAYS, refuse_packed_weights)
 BEFORE_SAVE: Sequence[Rule] = (
     note_strangers,
