@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import GeneratorType
+from typing import Any
 
+import numpy as np
 import pytest
 
+from slurm_train.config.batch import BatchShare
+from slurm_train.data.batches import BatchStream, GlobalBatches, Prefetch
+from slurm_train.data.order import SampleOrder
+from slurm_train.train.samples import Samples
 from tests.support.source_tree import (
     PACKAGE,
     REPOSITORY,
@@ -94,6 +102,25 @@ def other_contents(tree: Tree) -> list[str]:
         for module, call in calls(tree, ("load_rank_state",), rooms=ENGINE)
         if module not in readers
     ]
+
+
+def other_savers(tree: Tree) -> list[str]:
+    """What chooses, restores or saves a training beside `checkpoint.saver`."""
+    names = ("save_soon", "check_before_save", "check_after_first_step")
+    return [f"{module}:{call.lineno}" for module, call in calls(tree, names, ENGINE) if module != "checkpoint.saver"]
+
+
+def other_comparisons(tree: Tree) -> list[str]:
+    """What compares the parameters of ranks beside `checkpoint.replicas`."""
+    names = ("names_that_differ", "digest_of_parameters", "find_divergent")
+    found = calls(tree, names, ENGINE)
+    return [f"{module}:{call.lineno}" for module, call in found if module != "checkpoint.replicas"]
+
+
+def files_read_again(tree: Tree) -> list[str]:
+    """Files of a save that are read to be hashed, beside those that a program has written by itself."""
+    found = calls(tree, ("seal_file",), ENGINE)
+    return [f"{module}:{call.lineno}" for module, call in found if module != "session.saving"]
 
 
 def other_records(tree: Tree) -> list[str]:
@@ -269,6 +296,9 @@ def _changes_another(node: ast.AST, foreign: set[str]) -> bool:
 ROWS: dict[str, Rule] = {
     "rank 0 speaks in one way": other_speakers,
     "what a rank knows is frozen": set_later,
+    "one saver": other_savers,
+    "replicas are compared in one place": other_comparisons,
+    "a save is hashed while it is written": files_read_again,
     "one record of progress": other_records,
     "what is saved is defined in one place": other_contents,
     "a stop is agreed on by two carriers": other_agreements,
@@ -301,6 +331,9 @@ BREACHES = [
     ),
     ("what is saved is defined in one place", "train/a.py", "Content(tensors={})\n", "train.a:1"),
     ("what is saved is defined in one place", "session/a.py", "load_rank_state(path, 0)['rng']\n", "session.a:1"),
+    ("one saver", "train/a.py", "saves.save_soon(copied, step=1)\n", "train.a:1"),
+    ("replicas are compared in one place", "train/a.py", "digest_of_parameters(tensors)\n", "train.a:1"),
+    ("a save is hashed while it is written", "checkpoint/a.py", "seal_file(path)\n", "checkpoint.a:1"),
     ("one record of progress", "train/a.py", "MetricsWriter(run.metrics)\n", "train.a:1"),
     ("a stop is agreed on by two carriers", "train/a.py", "any(gather(bool(stop.requested)))\n", "train.a:1"),
     (
@@ -349,3 +382,33 @@ BREACHES = [
 )
 def test_a_breach_is_found(row: str, file: str, text: str, finding: str, tmp_path: Path) -> None:
     assert ROWS[row](small_tree(tmp_path, {file: text})) == [finding]
+
+
+class Numbers:
+    """A source that reads samples by number."""
+
+    def batch(self, indices: Any) -> Any:
+        return {"x": np.asarray(indices)}
+
+
+def layers_of(iterator: Any) -> list[str]:
+    """Returns the iterators through which an item comes, the last one first."""
+    layers = []
+    while iterator is not None:
+        layers.append(type(iterator).__name__)
+        held = iterator.gi_frame.f_locals if isinstance(iterator, GeneratorType) else vars(iterator)
+        iterator = next((value for value in held.values() if isinstance(value, Iterator)), None)
+    return layers
+
+
+@pytest.mark.parametrize(("adds_one", "num_layers"), [(False, 4), (True, 5)])
+def test_a_batch_comes_through_four_iterators(adds_one: bool, num_layers: int) -> None:
+    source: Any = Numbers()
+    batches = GlobalBatches(SampleOrder(97, seed=5), global_size=8)
+    draws = batches.draws(BatchShare(rank=0, accumulation=1, shares=(8,)), start_samples=0)
+    stream: Any = BatchStream(source, draws)
+    prefetch = Prefetch((batch for batch in stream) if adds_one else stream, depth=1)
+    samples = Samples(batches, prefetch, growth={})
+    assert len(next(samples).indices) == 8
+    prefetch.close()
+    assert len(layers_of(samples)) == num_layers, layers_of(samples)

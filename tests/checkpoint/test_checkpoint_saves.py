@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from slurm_train.checkpoint.save_pace import SavePace, failure_every_s, interval_steps
@@ -201,6 +202,22 @@ def test_only_statistics_that_are_saved_hold_up_the_next_pass(
     facts = build_facts(parts, Position(), callbacks={}, peak_lr=0.1)
     build_saver(facts, spent=Spent(begin_unix_s=0.0)).copy(0)
     assert bool(held) == holds
+
+
+def test_a_save_takes_four_exchanges(group_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changed since the last save, the place to write to, what was written, and the end."""
+    model = nn.Linear(4, 4)
+    parts = make_parts(make_rank(tmp_path), model, build_optimizer(model, optim=OptimSection()), Numbers(range(64)))
+    facts = build_facts(parts, Position(), callbacks={}, peak_lr=0.1)
+    saver = build_saver(facts, spent=Spent(begin_unix_s=0.0))
+    saver.write(1, waits=True)
+    called: list[str] = []
+    exchanges = ("all_reduce", "all_gather", "all_gather_object", "broadcast_object_list", "scatter_object_list")
+    for name in exchanges:
+        exchange = getattr(dist, name)
+        monkeypatch.setattr(dist, name, lambda *args, n=name, e=exchange, **kw: (called.append(n), e(*args, **kw))[1])
+    saver.write(2, waits=True)
+    assert called == ["all_reduce", *3 * ["all_gather_object"]]
 
 
 def stop_of(run: RunDirectory) -> dict[str, Any]:
