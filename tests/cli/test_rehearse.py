@@ -22,6 +22,22 @@ for step in range(1, 100):
 """
 
 
+WRITES_BESIDE_ITS_SOURCE = """
+import time
+from slurm_train import session
+open("args.yml", "a").write("new: 1")
+run = session.join()
+saved = run.newest()
+for step in range(saved.step + 1 if saved else 1, 100):
+    time.sleep(0.1)
+    run.report(step, loss=1 / step, max_steps=99)
+    if run.should_stop():
+        with run.save(step) as folder:
+            (folder / "step").write_text(str(step))
+        run.leave()
+"""
+
+
 @pytest.fixture
 def person(tmp_path: Path) -> Person:
     folder = tmp_path / "project"
@@ -51,6 +67,14 @@ def test_a_program_of_two_ranks_that_prints_no_step_is_disturbed_by_the_clock_an
     facts = json.loads(person.types("rehearse", *words, timeout_s=200).out)
     assert [(row["key"], row["is_good"]) for row in facts["rows"]] == [("preempted", False), ("killed", False)]
     assert all("--pattern" in row["advice"] and row["ended_after_s"] is not None for row in facts["rows"])
+
+
+@pytest.mark.full
+def test_what_a_program_writes_beside_its_source_keeps_it_from_no_second_start(person: Person) -> None:
+    (person.folder / "writes.py").write_text(WRITES_BESIDE_ITS_SOURCE)
+    words = ("script=[writes.py]", "--steps", "6", "--only", "preempted", "--json")
+    done = person.types("rehearse", *words, timeout_s=400)
+    assert done.code == 0, (done.out, done.err)
 
 
 @pytest.mark.full

@@ -47,6 +47,10 @@ _OF_TOOLKIT = (
 """What this package itself writes into a run directory, besides `events@HOST.jsonl`."""
 
 
+_AS_REQUEUED = ("--accept", "code")
+"""For the second start: Slurm starts a requeued job without asking what its program has written beside its source."""
+
+
 class SiteNotice(NamedTuple):
     """What Slurm gives a job before it kills it."""
 
@@ -215,7 +219,8 @@ def play(
     case = _Case(setting, disturbance, kind=kind, words=words, start_timeout_s=start_timeout_s)
     starts = [case.start(enough, signals=disturbance.signals, more_words=())]
     if disturbance.signals and starts[0].signalled_s is not None and not setting.must_stop.is_set():
-        starts.append(case.start(enough_after, signals=(), more_words=disturbance.words_after))
+        more_words = (*_AS_REQUEUED, *disturbance.words_after)
+        starts.append(case.start(enough_after, signals=(), more_words=more_words))
     run = case.run
     return Course(
         disturbance=disturbance,
