@@ -315,7 +315,7 @@ def _are_others(difference: _Difference, undisturbed: Undisturbed, *, has_other_
 
 
 def _with_other_losses(row: Row, second: StartOfRun, undisturbed: Undisturbed) -> Row:
-    said = [line for line in second.remarks if re.search(r"\b(order|batch|random|state|sample|loader)", line)]
+    said = [line for line in second.remarks if re.search(r"\b(order|batch|random|state|sample|loader|episode)", line)]
     if said:
         return replace(
             row,

@@ -111,6 +111,12 @@ def test_steps_since_the_last_save_are_repeated_and_that_is_good() -> None:
         ),
         (
             {},
+            {"marks": {REPORTS: marks(range(9, 17), shift=0.5)}, "remarks": ("their episodes begin anew",)},
+            "came back at step 9",
+            "the log says: their episodes begin anew",
+        ),
+        (
+            {},
             {"marks": {REPORTS: marks(range(9, 12))}, "ended_s": 30.0, "exit_code": 0, "is_finished": True},
             "ended with 0 at step 11 of 60",
             "exit code of 0",
