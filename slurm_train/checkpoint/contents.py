@@ -109,7 +109,6 @@ class State:
         self._optimizers = optimizers
         self._terms = terms
         self._group = group
-        self._rank = rank_in(group)
         self._layout = terms.layout or ParallelLayout(dp_replicate=size_of(group))
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._parts = StateParts(noun=terms.noun, group=group, device=self.device)
@@ -329,6 +328,10 @@ class State:
         if owners != self._owners:
             ask(WHO_HAS_WHAT, self.watched)
             self._owners = owners
+
+    @property
+    def _rank(self) -> int:
+        return rank_in(self._group)
 
     @property
     def _kinds(self) -> list[str]:
