@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slurm_train.checkpoint.choice import Choice
-from slurm_train.checkpoint.contents import State
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
-from slurm_train.checkpoint.saves import Content, Copied, Saves
 from slurm_train.rundir.timing import Spent
+
+if TYPE_CHECKING:
+    from slurm_train.checkpoint.contents import State
+    from slurm_train.checkpoint.saves import Content, Copied, Saves
 
 
 class TrainingFacts(Protocol):

@@ -1,6 +1,6 @@
 """A program's training within a run: its `Saver`, and what the session does around its calls.
 
-`Session.training` gives one. Imports torch.
+`Session.training` gives one.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from slurm_train.checkpoint.contents import State
 from slurm_train.checkpoint.saver import Saver
-from slurm_train.checkpoint.saves import Content, Saves
 from slurm_train.rundir.timing import Spent
 from slurm_train.session.checkpoints import SessionCheckpoints
 from slurm_train.session.interface import Training, whole_step
+
+if TYPE_CHECKING:
+    from slurm_train.checkpoint.contents import State
+    from slurm_train.checkpoint.saves import Content, Saves
 
 
 class RunTraining(Saver, Training):
@@ -98,6 +99,8 @@ class RunTraining(Saver, Training):
 
     def _finish_before_groups_end(self) -> None:
         """Has the program's end of its process groups wait for a save, which exchanges by one of them."""
+        import torch.distributed as dist
+
         destroy = dist.destroy_process_group
 
         def wait_and_destroy(group: dist.ProcessGroup | None = None) -> None:
