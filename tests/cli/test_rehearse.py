@@ -51,7 +51,8 @@ def test_a_program_that_loads_nothing_does_not_survive_and_leaves_the_folder_alo
     assert done.code == 1, done.err
     facts = json.loads(done.out)
     (row,) = facts["rows"]
-    assert (row["key"], row["is_good"], row["came_back"]) == ("killed", False, "began anew at step 1")
+    assert (row["key"], row["is_good"], row["outcome"]) == ("killed", False, "began_anew")
+    assert row["came_back"] == "began anew at step 1"
     assert "checkpoints/last.pt" in row["advice"] and row["see"] == "docs/scripts.md#the-scripts-own-resume"
     assert sorted(path.name for path in person.folder.iterdir()) == ["prints.py", "runs"]
     status = person.types("status", "--json")

@@ -104,7 +104,7 @@ def rehearse(setting: RehearsalSetting, scope: Scope, *, say: Callable[[str], No
         name=scope.name,
         place=str(setting.place),
         undisturbed=described,
-        noise=f"losses {noise}" if noise.startswith(("equal", "differ")) else noise,
+        noise=noise,
         rows=tuple(by_key[key] for key in LABELS if key in by_key),
         facts=_facts(start),
         seconds=round(time.monotonic() - began_s, 1),

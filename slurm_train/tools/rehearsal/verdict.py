@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,6 @@ EXIT_0 = "docs/endings.md#exit-code-0-of-a-program"
 OWN_RESUME = "docs/scripts.md#the-scripts-own-resume"
 TROUBLE = "docs/troubleshooting.md"
 _PAGE = "docs/rehearse.md"
-_LEFT_OUT = "left out, "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +80,39 @@ class Undisturbed:
         return next((mark.total for mark in reversed(self.marks) if mark.total), None)
 
 
+class Outcome(str, enum.Enum):
+    """What a run came to after a disturbance."""
+
+    CAME_BACK = "came_back"
+    """It went on behind its first step, or had nothing left to do."""
+    BEGAN_ANEW = "began_anew"
+    ENDED_EARLY = "ended_early"
+    """With 0, before its end."""
+    FAILED_AGAIN = "failed_again"
+    """Its second start took steps, and then failed."""
+    NEVER_STARTED = "never_started"
+    """Its second start took no step."""
+    WENT_ON = "went_on"
+    """It took no notice of the signal, and came to its end."""
+    UNKNOWN = "unknown"
+    """It was started again, and nothing says at which step it is."""
+    REFUSED = "refused"
+    """It says itself that it does not go on so, before anything is lost."""
+    LEFT_OUT = "left_out"
+    """It was not disturbed, or not started again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """What became of a run after a disturbance."""
 
     key: str
     label: str
+    outcome: Outcome
     is_good: bool | None
     """None: it was left out, or says nothing."""
     came_back: str
+    """The outcome in words."""
     repeated: int | None = None
     """Steps, as the marks count them, that were taken again."""
     left_out: int | None = None
@@ -101,23 +125,19 @@ class Row:
     see: str = ""
     seconds: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON has it."""
-        return asdict(self)
-
 
 def left_out(key: str, label: str, why: str) -> Row:
     """Returns the row of a disturbance that does not apply."""
-    return Row(key=key, label=label, is_good=None, came_back=f"{_LEFT_OUT}{why}")
+    return Row(key=key, label=label, outcome=Outcome.LEFT_OUT, is_good=None, came_back=f"left out, {why}")
 
 
 def noise_of(course: Course, undisturbed: Undisturbed) -> tuple[float, str]:
-    """Returns how far two undisturbed runs differ at most, and that in words."""
+    """Returns how far the losses of two undisturbed runs differ at most, and that in words."""
     marks = course.starts[0].of_kind(undisturbed.kind)
     difference = _compare(marks, undisturbed.marks)
     if difference is None:
         return 0.0, "no losses were seen"
-    return difference.largest, difference.words
+    return difference.largest, f"losses {difference.words}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +182,16 @@ def judge(course: Course, undisturbed: Undisturbed) -> Row:
 def _judge(course: Course, undisturbed: Undisturbed) -> Row:
     disturbance = course.disturbance
     first = course.starts[0]
-    row = Row(
-        key=disturbance.key, label=disturbance.label, is_good=None, came_back="", seconds=round(course.seconds, 1)
-    )
+    row = replace(left_out(disturbance.key, disturbance.label, ""), seconds=round(course.seconds, 1))
     if first.signalled_s is None:
-        return replace(row, came_back=f"{_LEFT_OUT}{_why_not_signalled(first)}")
+        return replace(row, came_back=f"left out, {_why_not_signalled(first)}")
     second = course.starts[1] if len(course.starts) > 1 else None
     ended_s = None if first.ended_s is None else round(first.ended_s - first.signalled_s, 2)
     row = replace(row, ended_after_s=ended_s, facts=_facts(course, undisturbed))
     if first.is_finished:
         return _after_a_finish(row, first, undisturbed)
     if second is None:
-        return replace(row, came_back=f"{_LEFT_OUT}the rehearsal was stopped")
+        return replace(row, came_back="left out, the rehearsal was stopped")
     if undisturbed.kind is None:
         return _without_marks(row, second, undisturbed)
     return _judge_return(row, course, first, second, undisturbed)
@@ -196,17 +214,18 @@ def _after_a_finish(row: Row, first: StartOfRun, undisturbed: Undisturbed) -> Ro
         or (undisturbed.total is not None and last.place[1] >= undisturbed.total)
     )
     if is_at_end or undisturbed.kind is None:
-        return replace(row, is_good=None, came_back="went on to its end before it was killed")
+        return replace(row, outcome=Outcome.WENT_ON, came_back="went on to its end before it was killed")
     num_after = len(_after_signal(first, marks))
     if num_after >= _MOST_AFTER_SIGNAL:
         came_back = f"took {count(num_after, 'step')} after the signal, to its end"
-        return replace(row, is_good=False, came_back=came_back, advice=_IGNORES, see=LINES)
+        return replace(row, outcome=Outcome.WENT_ON, is_good=False, came_back=came_back, advice=_IGNORES, see=LINES)
     return _ended_early(row, last, undisturbed)
 
 
 def _ended_early(row: Row, last: Mark | None, undisturbed: Undisturbed) -> Row:
     return replace(
         row,
+        outcome=Outcome.ENDED_EARLY,
         is_good=False,
         came_back=f"ended with 0 at {_of_total(last, undisturbed)}",
         advice="an exit code of 0 says that the training is done: end with 75 after a stop, or let `run.leave()` do it",
@@ -232,7 +251,7 @@ def _without_marks(row: Row, second: StartOfRun, undisturbed: Undisturbed) -> Ro
         else "it printed nothing: let it print its step and loss, or wait longer for a slow start: --seconds"
     )
     came_back = "started again; its log does not say at which step"
-    return replace(row, came_back=came_back, is_good=False, advice=advice, see=_PAGE)
+    return replace(row, outcome=Outcome.UNKNOWN, came_back=came_back, is_good=False, advice=advice, see=_PAGE)
 
 
 def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRun, undisturbed: Undisturbed) -> Row:
@@ -245,12 +264,13 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
     if not marks_after:
         has_done_all = undisturbed.is_finished and last is not None and last.place >= undisturbed.marks[-1].place
         if has_done_all and second.is_finished:
-            return replace(row, is_good=True, came_back="had nothing left to do", repeated=0, left_out=0)
+            row = replace(row, outcome=Outcome.CAME_BACK, came_back="had nothing left to do")
+            return replace(row, is_good=True, repeated=0, left_out=0)
         if second.ended_s is None:
             return replace(_never_started(row, second), came_back="never came to a step again")
         if second.exit_code == 2 and course.disturbance.words_after:
-            # It says so itself, before anything is lost.
-            return replace(row, came_back=f"refused: {(second.traceback or second.last_words)[:_LONGEST_QUOTE]}")
+            refusal = (second.traceback or second.last_words)[:_LONGEST_QUOTE]
+            return replace(row, outcome=Outcome.REFUSED, came_back=f"refused: {refusal}")
         return _ended_early(row, last, undisturbed) if second.exit_code == 0 else _never_started(row, second)
     back = marks_after[0]
     repeated = 0 if last is None else sum(mark.place <= last.place for mark in marks_after[: _upto(marks_after, last)])
@@ -260,15 +280,15 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
     difference = _compare([*_after_signal(first, marks_before), *marks_after], undisturbed.marks)
     row = replace(
         row,
+        outcome=Outcome.CAME_BACK,
         came_back=f"came back at {back.words}",
         repeated=repeated,
         left_out=len(skipped),
         losses="none seen" if difference is None else difference.words,
     )
     if last is not None and back.place <= begin.place < last.place:
-        came_back = f"began anew at {back.words}"
         repeated = max(repeated, _done(last, undisturbed))
-        row = replace(row, came_back=came_back, repeated=repeated)
+        row = replace(row, outcome=Outcome.BEGAN_ANEW, came_back=f"began anew at {back.words}", repeated=repeated)
         return _began_anew(row, course, has_joined=undisturbed.has_joined)
     if skipped:
         return replace(
@@ -281,7 +301,8 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
     if _is_early(second, marks_after, undisturbed):
         return _ended_early(row, marks_after[-1], undisturbed)
     if second.ended_s is not None and second.exit_code != 0:
-        return replace(_never_started(row, second), came_back=f"failed again at {marks_after[-1].words}")
+        came_back = f"failed again at {marks_after[-1].words}"
+        return replace(_never_started(row, second), outcome=Outcome.FAILED_AGAIN, came_back=came_back)
     if difference is not None and _are_others(
         difference, undisturbed, has_other_ranks=bool(course.disturbance.words_after)
     ):
@@ -336,7 +357,7 @@ def _error(start: StartOfRun) -> str:
 
 def _never_started(row: Row, second: StartOfRun) -> Row:
     error = _error(second)
-    row = replace(row, is_good=False, came_back="never started again")
+    row = replace(row, outcome=Outcome.NEVER_STARTED, is_good=False, came_back="never started again")
     if _EXISTS.search(error):
         advice = "it refuses the folder of its first start: name its own word for a resume, `own_resume.words`"
         return replace(row, advice=f"{error!r}: {advice}", see=OWN_RESUME)
@@ -449,7 +470,7 @@ class Rehearsal:
 
     def text(self) -> str:
         """Returns the table, and below it one sentence for each row that is not good."""
-        tried = [row for row in self.rows if not row.came_back.startswith((_LEFT_OUT, "refused: "))]
+        tried = [row for row in self.rows if row.outcome not in (Outcome.LEFT_OUT, Outcome.REFUSED)]
         lines = [table(HEADER, [cells_of(row) for row in tried])] if tried else []
         advice: dict[str, list[str]] = {}
         for row in self.rows:
