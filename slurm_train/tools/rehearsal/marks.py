@@ -144,8 +144,9 @@ class MarkReader:
     def _add(self, kind: object, mark: Mark) -> None:
         marks = self.by_kind[kind]
         if marks and marks[-1].place == mark.place:
-            if marks[-1].loss is None and mark.loss is not None:
-                marks[-1] = mark
+            # A bar moves first, with the loss of the step before, and is drawn again with its own.
+            if mark.loss is not None:
+                marks[-1] = replace(mark, seen_s=marks[-1].seen_s)
             return
         # A bar is drawn before its first step.
         if not (isinstance(kind, tuple) and kind[0] == "tqdm" and mark.place[1] == 0):
@@ -168,6 +169,20 @@ def choose_kind(by_kind: Mapping[object, Sequence[Mark]]) -> object | None:
         return sum(mark.loss is not None for mark in marks) > len(marks) // 2, len(marks)
 
     return max(kinds, key=worth)
+
+
+def without_skipped(marks: Sequence[Mark], expected: Sequence[Mark]) -> list[Mark]:
+    """Returns marks without those in front that have no loss where others have one: batches that a resume skips.
+
+    Args:
+        marks: of one start.
+        expected: of an undisturbed run.
+    """
+    with_loss = {mark.place for mark in expected if mark.loss is not None}
+    begin = next(
+        (i for i, mark in enumerate(marks) if mark.loss is not None or mark.place not in with_loss), len(marks)
+    )
+    return list(marks[begin:])
 
 
 def only_grows(marks: Sequence[Mark]) -> bool:

@@ -25,7 +25,7 @@ from slurm_train.tools.rehearsal.case import (
     time_limit,
 )
 from slurm_train.tools.rehearsal.folder import files_in, in_folders, is_checkpoint
-from slurm_train.tools.rehearsal.marks import REPORTS, Mark, MarkReader, choose_kind
+from slurm_train.tools.rehearsal.marks import REPORTS, Mark, MarkReader, choose_kind, without_skipped
 from slurm_train.tools.rehearsal.verdict import MARKS_AFTER, Rehearsal, Row, Undisturbed, judge, left_out, noise_of
 
 _LEAST_S = 3.0
@@ -309,7 +309,8 @@ def _play_all(
             # The first start ends by its signals, whose moment is a time.
             return after is not None and seconds > 2 * _BLIND_S
         is_back = after is not None and after.after_s is None
-        if is_back and len(seen) > MARKS_AFTER and seen[0].place <= marks[0].place:
+        taken = without_skipped(seen, marks)
+        if is_back and len(taken) > MARKS_AFTER and taken[0].place <= marks[0].place:
             # It has begun anew, and what it does then is known.
             return True
         if undisturbed.is_finished:

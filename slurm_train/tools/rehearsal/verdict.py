@@ -14,7 +14,7 @@ from slurm_train.formatting import count, duration, number, shorten, table
 from slurm_train.rundir.ledger import Action
 from slurm_train.tools.rehearsal.case import Course, SiteNotice, StartOfRun
 from slurm_train.tools.rehearsal.folder import in_folders, is_checkpoint, renamed_folder
-from slurm_train.tools.rehearsal.marks import Mark
+from slurm_train.tools.rehearsal.marks import Mark, without_skipped
 
 MARKS_AFTER = 4
 """So many are wanted behind the place of the disturbance."""
@@ -258,7 +258,7 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
     """Returns the row of a run that was started again."""
     kind = undisturbed.kind
     marks_before = first.of_kind(kind)
-    marks_after = second.of_kind(kind)
+    marks_after = without_skipped(second.of_kind(kind), undisturbed.marks)
     last = marks_before[-1] if marks_before else None
     begin = undisturbed.marks[0]
     if not marks_after:
@@ -277,7 +277,9 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
     skipped = [] if last is None else [mark for mark in undisturbed.marks if last.place < mark.place < back.place]
     if last is None:
         skipped = [mark for mark in undisturbed.marks if mark.place < back.place]
-    difference = _compare([*_after_signal(first, marks_before), *marks_after], undisturbed.marks)
+    # The newest of a bar may not have been drawn with its own loss yet.
+    settled = marks_after if undisturbed.has_joined else marks_after[:-1]
+    difference = _compare([*_after_signal(first, marks_before), *settled], undisturbed.marks)
     row = replace(
         row,
         outcome=Outcome.CAME_BACK,

@@ -52,6 +52,7 @@ def read(tmp_path: Path, log: str, *, reports: list[dict[str, object]] | None = 
         ('{"step": 3, "loss": 0.5}\n{"step": 4, "loss": 0.25}\n', [(0, 3), (0, 4)], [0.5, 0.25]),
         # diffusers, open_clip, nanochat, TRL, Lightning, ignite, Keras, Stable-Baselines3
         (
+            "Epoch 0:  25%|##   | 1/4 [00:01<00:03,  1.13s/it, loss=9.5, lr=1e-06, step=0]\r"
             "Epoch 0:  25%|##   | 1/4 [00:01<00:03,  1.13s/it, loss=1.5, lr=1e-06, step=1]\r"
             "Epoch 1:  25%|##   | 1/4 [00:01<00:03,  1.13s/it, loss=1.25, lr=4e-06, step=5]\r",
             [(0, 1), (1, 1)],

@@ -59,7 +59,7 @@ def failed(error: str, **facts: object) -> StartOfRun:
 
 
 def test_a_run_that_goes_on_with_the_next_step_and_equal_losses_is_good() -> None:
-    row = row_of(FIRST)
+    row = row_of(FIRST, has_joined=True)
     assert (row.is_good, row.outcome, row.repeated, row.left_out) == (True, Outcome.CAME_BACK, 0, 0)
     assert row.came_back == "came back at step 9"
     assert (row.losses, row.ended_after_s, row.advice) == ("equal (8)", 0.5, "")
@@ -192,6 +192,12 @@ def test_differences_within_the_noise_of_two_undisturbed_runs_are_no_fault() -> 
     noise, words = noise_of(twin, UNDISTURBED)
     assert noise == pytest.approx(0.01) and "differ from step 9 on" in words
     assert row_of(FIRST, other, noise=noise).is_good is True
+
+
+def test_batches_that_a_resume_skips_are_no_steps() -> None:
+    skipped = tuple(replace(mark, loss=None) for mark in marks(range(1, 6)))
+    row = row_of(FIRST, replace(SECOND, marks={REPORTS: (*skipped, *marks(range(6, 17)))}))
+    assert (row.is_good, row.came_back, row.repeated) == (True, "came back at step 6", 3)
 
 
 def test_slow_marks_are_enough_to_tell_a_run_that_begins_anew() -> None:
