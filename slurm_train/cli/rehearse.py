@@ -167,6 +167,8 @@ def _words(typed: Sequence[str], plan: RunPlan) -> tuple[str, ...]:
     keys = {split_word(word)[1] for word in kept if not word.startswith("-")}
     # Of the trainer; a program of one's own reports when it likes.
     own = ["train.log_every_steps=1"]
+    if "train.samples_digest" not in keys:
+        own += ["train.samples_digest=true"]
     if plan.config.uses_cluster:
         own += ["launch=interactive"]
     elif "run.processes" not in keys:

@@ -41,6 +41,8 @@ class Mark:
     """Steps of the whole training, where the line says so."""
     epoch: float = 0.0
     """By the line, or by the report; 0 where neither has one."""
+    samples_digest: int | None = None
+    """Of all samples of the step, whatever their order, by the report; None where it has none."""
 
 
 class MarkReader:
@@ -139,7 +141,9 @@ class MarkReader:
             return
         loss = as_float(report.get("loss"))
         epoch = as_float(report.get("epoch")) or 0.0
-        self._add(REPORTS, Mark((0.0, float(step)), f"step {step}", loss, now_s, report.get("max_steps"), epoch))
+        total = report.get("max_steps")
+        digest = report.get("samples_digest")
+        self._add(REPORTS, Mark((0.0, float(step)), f"step {step}", loss, now_s, total, epoch, digest))
 
     def _add(self, kind: object, mark: Mark) -> None:
         marks = self.by_kind[kind]

@@ -35,6 +35,7 @@ _EXISTS = re.compile(
 LINES = "docs/own-training-program.md"
 FOLDERS = "docs/session.md#folders-and-logs-of-the-program"
 ORDER = "docs/session.md#the-order-of-samples"
+SAMPLES = "docs/design.md#order-and-exactness"
 RANDOM = "docs/session.md#random-numbers"
 EXIT_0 = "docs/endings.md#exit-code-0-of-a-program"
 OWN_RESUME = "docs/scripts.md#the-scripts-own-resume"
@@ -118,6 +119,8 @@ class Row:
     left_out: int | None = None
     """Steps that were never taken."""
     losses: str = ""
+    samples_equal: bool | None = None
+    """Whether each step had the samples of the undisturbed run; None where no digests of them were seen."""
     ended_after_s: float | None = None
     """From the first signal to the end of the ranks."""
     facts: tuple[str, ...] = ()
@@ -163,6 +166,15 @@ def _compare(marks: Sequence[Mark], expected: Sequence[Mark]) -> _Difference | N
     largest = max(distance for _, distance in others)
     scale = max(abs(loss) for loss in losses.values() if math.isfinite(loss)) or 1.0
     return _Difference(largest, largest / scale, f"differ from {others[0][0].words} on, by up to {largest:.2g}")
+
+
+def _with_other_samples(marks: Sequence[Mark], expected: Sequence[Mark]) -> list[Mark] | None:
+    """Returns the marks with other samples than those expected at the same places; None where no digests are."""
+    digests = {mark.place: mark.samples_digest for mark in expected if mark.samples_digest is not None}
+    compared = [mark for mark in marks if mark.samples_digest is not None and mark.place in digests]
+    if not compared:
+        return None
+    return [mark for mark in compared if mark.samples_digest != digests[mark.place]]
 
 
 def _distance(first: float, second: float) -> float:
@@ -279,7 +291,9 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
         skipped = [mark for mark in undisturbed.marks if mark.place < back.place]
     # The newest of a bar may not have been drawn with its own loss yet.
     settled = marks_after if undisturbed.has_joined else marks_after[:-1]
-    difference = _compare([*_after_signal(first, marks_before), *settled], undisturbed.marks)
+    compared = [*_after_signal(first, marks_before), *settled]
+    difference = _compare(compared, undisturbed.marks)
+    with_others = _with_other_samples(compared, undisturbed.marks)
     row = replace(
         row,
         outcome=Outcome.CAME_BACK,
@@ -287,6 +301,7 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
         repeated=repeated,
         left_out=len(skipped),
         losses="none seen" if difference is None else difference.words,
+        samples_equal=None if with_others is None else not with_others,
     )
     if last is not None and back.place <= begin.place < last.place:
         repeated = max(repeated, _done(last, undisturbed))
@@ -305,6 +320,8 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
     if second.ended_s is not None and second.exit_code != 0:
         came_back = f"failed again at {marks_after[-1].words}"
         return replace(_never_started(row, second), outcome=Outcome.FAILED_AGAIN, came_back=came_back)
+    if with_others:
+        return _with_changed_samples(row, with_others[0])
     if difference is not None and _are_others(
         difference, undisturbed, has_other_ranks=bool(course.disturbance.words_after)
     ):
@@ -335,6 +352,14 @@ def _are_others(difference: _Difference, undisturbed: Undisturbed, *, has_other_
     if has_other_ranks and difference.relative <= _OTHER_RANKS:
         return False
     return difference.largest > _NOISE_FACTOR * undisturbed.noise
+
+
+def _with_changed_samples(row: Row, first: Mark) -> Row:
+    advice = (
+        f"from {first.words} on its samples are others than those of the undisturbed run: their number, seed and "
+        "batch.global_size have to stay the same"
+    )
+    return replace(row, is_good=False, advice=advice, see=SAMPLES)
 
 
 def _with_other_losses(row: Row, second: StartOfRun, undisturbed: Undisturbed) -> Row:

@@ -128,10 +128,11 @@ def test_reports_of_this_attempt_come_before_the_log(tmp_path: Path) -> None:
         {"step": 1, "loss": 9.0, "attempt": 0},
         {"step": 1, "loss": 0.5, "attempt": 1, "max_steps": 30},
         {"step": 1, "eval_loss": 0.75, "attempt": 1},
-        {"step": 2, "loss": 0.25, "attempt": 1, "max_steps": 30},
+        {"step": 2, "loss": 0.25, "attempt": 1, "max_steps": 30, "samples_digest": 7},
     ]
     marks = read(tmp_path, "step 1\nstep 2\nstep 3\n", reports=reports)
     assert [(mark.place, mark.loss, mark.total) for mark in marks] == [((0, 1), 0.5, 30), ((0, 2), 0.25, 30)]
+    assert [mark.samples_digest for mark in marks] == [None, 7]
 
 
 def test_a_pattern_of_ones_own_is_used_alone(tmp_path: Path) -> None:

@@ -200,6 +200,22 @@ def test_batches_that_a_resume_skips_are_no_steps() -> None:
     assert (row.is_good, row.came_back, row.repeated) == (True, "came back at step 6", 3)
 
 
+def test_digests_of_other_samples_make_a_row_bad_from_their_first_step_on_whatever_the_losses() -> None:
+    def with_digests(taken: tuple[Mark, ...], *, others_from: int = 99) -> tuple[Mark, ...]:
+        steps = [int(mark.place[1]) for mark in taken]
+        digests = [step + (1000 if step >= others_from else 0) for step in steps]
+        return tuple(replace(mark, samples_digest=digest) for mark, digest in zip(taken, digests, strict=True))
+
+    expected = with_digests(UNDISTURBED.marks)
+    back = marks(range(9, 17))
+    equal = row_of(FIRST, replace(SECOND, marks={REPORTS: with_digests(back)}), marks=expected)
+    assert (equal.is_good, equal.samples_equal, equal.advice) == (True, True, "")
+    others = row_of(FIRST, replace(SECOND, marks={REPORTS: with_digests(back, others_from=12)}), marks=expected)
+    assert (others.is_good, others.outcome, others.samples_equal) == (False, Outcome.CAME_BACK, False)
+    assert "step 12" in others.advice and others.losses.startswith("equal")
+    assert row_of(FIRST, marks=expected).samples_equal is None, "no digests after the start"
+
+
 def test_slow_marks_are_enough_to_tell_a_run_that_begins_anew() -> None:
     slow = replace(UNDISTURBED, marks=marks(range(3)))
     assert slow.middle.words == "step 1"
