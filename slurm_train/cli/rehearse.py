@@ -213,7 +213,6 @@ def _scope(
         num_parallel=_parallel(plan),
         is_shell=Path(program.name).name in _SHELLS or program.name.endswith(".sh"),
         other_ranks=_other_ranks(plan, keys.get("run.processes"), is_asked="ranks" in only),
-        saves_by_config=True,
         only=only,
     )
 

@@ -65,8 +65,6 @@ class Scope:
     is_shell: bool
     other_ranks: tuple[str, ...] | str
     """Words for another number of ranks, or why there are none."""
-    saves_by_config: bool
-    """Whether `checkpoint.every_steps` may be set: the words do not."""
     only: Collection[str] = ()
     """Keys of the disturbances that are tried; none: all."""
 
@@ -116,7 +114,7 @@ def rehearse(setting: RehearsalSetting, scope: Scope, *, say: Callable[[str], No
 
 def _undisturbed(setting: RehearsalSetting, scope: Scope) -> tuple[Course, Undisturbed]:
     watch = _Watch(setting, scope)
-    words = [f"checkpoint.every_steps={_FIRST_SAVE}"] if scope.saves_by_config else []
+    words = [f"checkpoint.every_steps={_FIRST_SAVE}"]
     disturbance = Disturbance(key="undisturbed", label="undisturbed")
     course = play(setting, disturbance, enough=watch, words=words)
     start = course.starts[0]
@@ -317,9 +315,7 @@ def _play_all(
             return seconds > longest_s
         return seconds > longest_s or bool(seen and seen[-1].place >= marks[-1].place)
 
-    words = []
-    if scope.saves_by_config:
-        words = [f"checkpoint.every_steps={_save_every(undisturbed)}"]
+    words = [f"checkpoint.every_steps={_save_every(undisturbed)}"]
     lock = threading.Lock()
 
     def play_one(disturbance: Disturbance) -> Course:

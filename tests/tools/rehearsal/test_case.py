@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import slurm_train
+from slurm_train.processes import descendants
 from slurm_train.tools.rehearsal.case import RanksHere, end_supervisor, error_line
 from tests.support.waiting import wait_for
 
 _RANK = "SLURM_TRAIN_ATTEMPT=0 RANK=0"
+Start = Callable[..., subprocess.Popen[bytes]]
 
 
-def test_a_child_that_ends_after_the_signal_and_before_its_rank_is_known(tmp_path: Path) -> None:
+@pytest.fixture
+def supervisor_of() -> Iterator[Start]:
+    """Gives what starts a shell in a supervisor's place; none of its processes outlives the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(script: str, *words: str) -> subprocess.Popen[bytes]:
+            process = stack.enter_context(subprocess.Popen(["sh", "-c", script, "sh", *words]))
+            stack.callback(kill_all, process.pid)
+            return process
+
+        yield start
+
+
+def kill_all(pid: int) -> None:
+    """Kills what a process has started, which is all that a shell waits for."""
+    for below in descendants(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(below, signal.SIGKILL)
+
+
+def test_a_child_that_ends_after_the_signal_and_before_its_rank_is_known(supervisor_of: Start, tmp_path: Path) -> None:
     is_ready = tmp_path / "ready"
     rank = f"trap 'kill $child; sleep 2; exit' TERM; sleep 61 & child=$!; touch {is_ready}; wait"
-    supervisor = subprocess.Popen(["sh", "-c", f'{_RANK} sh -c "$1" & wait', "sh", rank])
+    supervisor = supervisor_of(f'{_RANK} sh -c "$1" & wait', rank)
     ranks = RanksHere(supervisor)
 
     def has_child() -> bool:
@@ -37,14 +63,14 @@ def test_a_child_that_ends_after_the_signal_and_before_its_rank_is_known(tmp_pat
     supervisor.wait(60)
 
 
-def test_what_this_package_starts_beside_a_rank_is_not_said_to_outlive_it(tmp_path: Path) -> None:
+def test_what_this_package_starts_beside_a_rank_is_not_said_to_outlive_it(supervisor_of: Start, tmp_path: Path) -> None:
     watcher = Path(slurm_train.__file__).parent / "worker/watcher.py"
     sleeps = tmp_path / "slurm_train/worker" / watcher.name
     sleeps.parent.mkdir(parents=True)
     sleeps.write_text("import time; time.sleep(63)")
     own, other = f"{sys.executable} {sleeps} &", "sleep 64 &"
     assert watcher.exists()
-    supervisor = subprocess.Popen(["sh", "-c", f"{_RANK} sh -c '{own} {other} wait' & wait"])
+    supervisor = supervisor_of(f"{_RANK} sh -c '{own} {other} wait' & wait")
     ranks = RanksHere(supervisor)
 
     def has_both() -> bool:
@@ -57,8 +83,8 @@ def test_what_this_package_starts_beside_a_rank_is_not_said_to_outlive_it(tmp_pa
     supervisor.wait(60)
 
 
-def test_a_rank_that_is_started_at_the_end_of_a_case_is_ended_too() -> None:
-    supervisor = subprocess.Popen(["sh", "-c", f"sleep 1; {_RANK} sleep 62 & wait; exit 3"])
+def test_a_rank_that_is_started_at_the_end_of_a_case_is_ended_too(supervisor_of: Start) -> None:
+    supervisor = supervisor_of(f"sleep 1; {_RANK} sleep 62 & wait; exit 3")
     ranks = RanksHere(supervisor)
     end_supervisor(supervisor, ranks)
     assert ranks.have_ended()
