@@ -81,7 +81,7 @@ class Undisturbed:
         return next((mark.total for mark in reversed(self.marks) if mark.total), None)
 
 
-class Outcome(str, enum.Enum):
+class ReturnOutcome(str, enum.Enum):
     """What a run came to after a disturbance."""
 
     CAME_BACK = "came_back"
@@ -109,7 +109,7 @@ class Row:
 
     key: str
     label: str
-    outcome: Outcome
+    outcome: ReturnOutcome
     is_good: bool | None
     """None: it was left out, or says nothing."""
     came_back: str
@@ -131,7 +131,7 @@ class Row:
 
 def left_out(key: str, label: str, why: str) -> Row:
     """Returns the row of a disturbance that does not apply."""
-    return Row(key=key, label=label, outcome=Outcome.LEFT_OUT, is_good=None, came_back=f"left out, {why}")
+    return Row(key=key, label=label, outcome=ReturnOutcome.LEFT_OUT, is_good=None, came_back=f"left out, {why}")
 
 
 def noise_of(course: Course, undisturbed: Undisturbed) -> tuple[float, str]:
@@ -226,18 +226,20 @@ def _after_a_finish(row: Row, first: StartOfRun, undisturbed: Undisturbed) -> Ro
         or (undisturbed.total is not None and last.place[1] >= undisturbed.total)
     )
     if is_at_end or undisturbed.kind is None:
-        return replace(row, outcome=Outcome.WENT_ON, came_back="went on to its end before it was killed")
+        return replace(row, outcome=ReturnOutcome.WENT_ON, came_back="went on to its end before it was killed")
     num_after = len(_after_signal(first, marks))
     if num_after >= _MOST_AFTER_SIGNAL:
         came_back = f"took {count(num_after, 'step')} after the signal, to its end"
-        return replace(row, outcome=Outcome.WENT_ON, is_good=False, came_back=came_back, advice=_IGNORES, see=LINES)
+        return replace(
+            row, outcome=ReturnOutcome.WENT_ON, is_good=False, came_back=came_back, advice=_IGNORES, see=LINES
+        )
     return _ended_early(row, last, undisturbed)
 
 
 def _ended_early(row: Row, last: Mark | None, undisturbed: Undisturbed) -> Row:
     return replace(
         row,
-        outcome=Outcome.ENDED_EARLY,
+        outcome=ReturnOutcome.ENDED_EARLY,
         is_good=False,
         came_back=f"ended with 0 at {_of_total(last, undisturbed)}",
         advice="an exit code of 0 says that the training is done: end with 75 after a stop, or let `run.leave()` do it",
@@ -263,7 +265,7 @@ def _without_marks(row: Row, second: StartOfRun, undisturbed: Undisturbed) -> Ro
         else "it printed nothing: let it print its step and loss, or wait longer for a slow start: --seconds"
     )
     came_back = "started again; its log does not say at which step"
-    return replace(row, outcome=Outcome.UNKNOWN, came_back=came_back, is_good=False, advice=advice, see=_PAGE)
+    return replace(row, outcome=ReturnOutcome.UNKNOWN, came_back=came_back, is_good=False, advice=advice, see=_PAGE)
 
 
 def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRun, undisturbed: Undisturbed) -> Row:
@@ -276,13 +278,13 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
     if not marks_after:
         has_done_all = undisturbed.is_finished and last is not None and last.place >= undisturbed.marks[-1].place
         if has_done_all and second.is_finished:
-            row = replace(row, outcome=Outcome.CAME_BACK, came_back="had nothing left to do")
+            row = replace(row, outcome=ReturnOutcome.CAME_BACK, came_back="had nothing left to do")
             return replace(row, is_good=True, repeated=0, left_out=0)
         if second.ended_s is None:
             return replace(_never_started(row, second), came_back="never came to a step again")
         if second.exit_code == 2 and course.disturbance.words_after:
             refusal = (second.traceback or second.last_words)[:_LONGEST_QUOTE]
-            return replace(row, outcome=Outcome.REFUSED, came_back=f"refused: {refusal}")
+            return replace(row, outcome=ReturnOutcome.REFUSED, came_back=f"refused: {refusal}")
         return _ended_early(row, last, undisturbed) if second.exit_code == 0 else _never_started(row, second)
     back = marks_after[0]
     repeated = 0 if last is None else sum(mark.place <= last.place for mark in marks_after[: _upto(marks_after, last)])
@@ -296,7 +298,7 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
     with_others = _with_other_samples(compared, undisturbed.marks)
     row = replace(
         row,
-        outcome=Outcome.CAME_BACK,
+        outcome=ReturnOutcome.CAME_BACK,
         came_back=f"came back at {back.words}",
         repeated=repeated,
         left_out=len(skipped),
@@ -305,7 +307,7 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
     )
     if last is not None and back.place <= begin.place < last.place:
         repeated = max(repeated, _done(last, undisturbed))
-        row = replace(row, outcome=Outcome.BEGAN_ANEW, came_back=f"began anew at {back.words}", repeated=repeated)
+        row = replace(row, outcome=ReturnOutcome.BEGAN_ANEW, came_back=f"began anew at {back.words}", repeated=repeated)
         return _began_anew(row, course, has_joined=undisturbed.has_joined)
     if skipped:
         return replace(
@@ -319,7 +321,7 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
         return _ended_early(row, marks_after[-1], undisturbed)
     if second.ended_s is not None and second.exit_code != 0:
         came_back = f"failed again at {marks_after[-1].words}"
-        return replace(_never_started(row, second), outcome=Outcome.FAILED_AGAIN, came_back=came_back)
+        return replace(_never_started(row, second), outcome=ReturnOutcome.FAILED_AGAIN, came_back=came_back)
     if with_others:
         return _with_changed_samples(row, with_others[0])
     if difference is not None and _are_others(
@@ -384,7 +386,7 @@ def _error(start: StartOfRun) -> str:
 
 def _never_started(row: Row, second: StartOfRun) -> Row:
     error = _error(second)
-    row = replace(row, outcome=Outcome.NEVER_STARTED, is_good=False, came_back="never started again")
+    row = replace(row, outcome=ReturnOutcome.NEVER_STARTED, is_good=False, came_back="never started again")
     if _EXISTS.search(error):
         advice = "it refuses the folder of its first start: name its own word for a resume, `own_resume.words`"
         return replace(row, advice=f"{error!r}: {advice}", see=OWN_RESUME)
@@ -497,7 +499,7 @@ class Rehearsal:
 
     def text(self) -> str:
         """Returns the table, and below it one sentence for each row that is not good."""
-        tried = [row for row in self.rows if row.outcome not in (Outcome.LEFT_OUT, Outcome.REFUSED)]
+        tried = [row for row in self.rows if row.outcome not in (ReturnOutcome.LEFT_OUT, ReturnOutcome.REFUSED)]
         lines = [table(HEADER, [cells_of(row) for row in tried])] if tried else []
         advice: dict[str, list[str]] = {}
         for row in self.rows:

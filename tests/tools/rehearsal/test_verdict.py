@@ -20,7 +20,7 @@ from slurm_train.tools.rehearsal.case import (
 )
 from slurm_train.tools.rehearsal.marks import REPORTS, Mark
 from slurm_train.tools.rehearsal.page import render_page
-from slurm_train.tools.rehearsal.verdict import Outcome, Rehearsal, Row, Undisturbed, judge, left_out, noise_of
+from slurm_train.tools.rehearsal.verdict import Rehearsal, ReturnOutcome, Row, Undisturbed, judge, left_out, noise_of
 
 NOTICE = SiteNotice(grace_s=0.0, kill_wait_s=30.0, lead_s=30.0)
 
@@ -60,7 +60,7 @@ def failed(error: str, **facts: object) -> StartOfRun:
 
 def test_a_run_that_goes_on_with_the_next_step_and_equal_losses_is_good() -> None:
     row = row_of(FIRST, has_joined=True)
-    assert (row.is_good, row.outcome, row.repeated, row.left_out) == (True, Outcome.CAME_BACK, 0, 0)
+    assert (row.is_good, row.outcome, row.repeated, row.left_out) == (True, ReturnOutcome.CAME_BACK, 0, 0)
     assert row.came_back == "came back at step 9"
     assert (row.losses, row.ended_after_s, row.advice) == ("equal (8)", 0.5, "")
 
@@ -73,60 +73,60 @@ def test_steps_since_the_last_save_are_repeated_and_that_is_good() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "outcome", "advice"),
     [
-        ({}, {"marks": {REPORTS: marks(range(1, 6))}}, Outcome.BEGAN_ANEW, "saved nothing by then"),
+        ({}, {"marks": {REPORTS: marks(range(1, 6))}}, ReturnOutcome.BEGAN_ANEW, "saved nothing by then"),
         (
             {"files": {"data/train.bin": (9, 0), "out/last.pt": (9, 0)}, "written": frozenset({"out/last.pt"})},
             {"marks": {REPORTS: marks(range(1, 6))}},
-            Outcome.BEGAN_ANEW,
+            ReturnOutcome.BEGAN_ANEW,
             "it had written out/last.pt and did not load it",
         ),
         (
             {"written": frozenset({"out/20261129-003521/a.pt"})},
             {"marks": {REPORTS: marks(range(1, 6))}, "written": frozenset({"out/20261129-003611/a.pt"})},
-            Outcome.BEGAN_ANEW,
+            ReturnOutcome.BEGAN_ANEW,
             "out/<time>/a.pt",
         ),
         (
             {"written": frozenset({"out/last.pt"})},
             {"marks": {REPORTS: marks(range(1, 6))}, "resumed_from": "out/last.pt"},
-            Outcome.BEGAN_ANEW,
+            ReturnOutcome.BEGAN_ANEW,
             "it loaded last.pt",
         ),
         (
             {"saved_steps": ("checkpoint_0000005",)},
             {"marks": {REPORTS: marks(range(1, 6))}},
-            Outcome.BEGAN_ANEW,
+            ReturnOutcome.BEGAN_ANEW,
             "training.resume()",
         ),
         (
             {"killed_by_notice": True},
             {"marks": {REPORTS: marks(range(1, 6))}},
-            Outcome.BEGAN_ANEW,
+            ReturnOutcome.BEGAN_ANEW,
             "act upon the signal",
         ),
-        ({}, {"marks": {REPORTS: marks(range(12, 17))}}, Outcome.CAME_BACK, "3 steps between"),
+        ({}, {"marks": {REPORTS: marks(range(12, 17))}}, ReturnOutcome.CAME_BACK, "3 steps between"),
         (
             {},
             {"marks": {REPORTS: marks(range(9, 17), shift=0.5)}},
-            Outcome.CAME_BACK,
+            ReturnOutcome.CAME_BACK,
             "other samples or random numbers",
         ),
         (
             {},
             {"marks": {REPORTS: marks(range(9, 17), shift=0.5)}, "remarks": ("their episodes begin anew",)},
-            Outcome.CAME_BACK,
+            ReturnOutcome.CAME_BACK,
             "the log says: their episodes begin anew",
         ),
         (
             {},
             {"marks": {REPORTS: marks(range(9, 12))}, "ended_s": 30.0, "exit_code": 0, "is_finished": True},
-            Outcome.ENDED_EARLY,
+            ReturnOutcome.ENDED_EARLY,
             "exit code of 0",
         ),
     ],
 )
 def test_each_way_of_not_surviving_has_its_sentence(
-    first: dict[str, object], second: dict[str, object], outcome: Outcome, advice: str
+    first: dict[str, object], second: dict[str, object], outcome: ReturnOutcome, advice: str
 ) -> None:
     row = row_of(replace(FIRST, **first), replace(SECOND, **second), has_joined=True)
     assert (row.is_good, row.outcome) == (False, outcome)
@@ -148,7 +148,7 @@ def test_each_way_of_not_surviving_has_its_sentence(
 )
 def test_a_run_that_never_starts_again_is_quoted(error: str, facts: dict[str, object], advice: str) -> None:
     row = row_of(FIRST, failed(error, **facts))
-    assert (row.is_good, row.outcome) == (False, Outcome.NEVER_STARTED)
+    assert (row.is_good, row.outcome) == (False, ReturnOutcome.NEVER_STARTED)
     assert error in row.advice and advice in row.advice
 
 
@@ -159,7 +159,7 @@ def test_a_kill_before_the_first_save_of_a_program_of_the_session_says_nothing()
 
 def test_a_run_that_is_finished_by_the_stop_has_ended_too_early() -> None:
     row = row_of(replace(FIRST, is_finished=True, exit_code=0), None)
-    assert (row.is_good, row.outcome) == (False, Outcome.ENDED_EARLY)
+    assert (row.is_good, row.outcome) == (False, ReturnOutcome.ENDED_EARLY)
     assert row.came_back == "ended with 0 at step 8 of 60"
 
 
@@ -211,7 +211,7 @@ def test_digests_of_other_samples_make_a_row_bad_from_their_first_step_on_whatev
     equal = row_of(FIRST, replace(SECOND, marks={REPORTS: with_digests(back)}), marks=expected)
     assert (equal.is_good, equal.samples_equal, equal.advice) == (True, True, "")
     others = row_of(FIRST, replace(SECOND, marks={REPORTS: with_digests(back, others_from=12)}), marks=expected)
-    assert (others.is_good, others.outcome, others.samples_equal) == (False, Outcome.CAME_BACK, False)
+    assert (others.is_good, others.outcome, others.samples_equal) == (False, ReturnOutcome.CAME_BACK, False)
     assert "step 12" in others.advice and others.losses.startswith("equal")
     assert row_of(FIRST, marks=expected).samples_equal is None, "no digests after the start"
 
@@ -231,7 +231,7 @@ def test_slow_marks_are_enough_to_tell_a_run_that_begins_anew() -> None:
 )
 def test_a_disturbance_that_never_came_says_why(ended: dict[str, object], why: str) -> None:
     row = row_of(replace(FIRST, signalled_s=None, **ended), None)
-    assert (row.is_good, row.outcome) == (None, Outcome.LEFT_OUT) and why in row.came_back
+    assert (row.is_good, row.outcome) == (None, ReturnOutcome.LEFT_OUT) and why in row.came_back
     rehearsal = Rehearsal(name="a.py", place="", undisturbed="", noise="equal", rows=(row,), seconds=1.0)
     assert "was not judged" in rehearsal.text() and "AFTER IT WAS" not in rehearsal.text()
 
@@ -239,7 +239,7 @@ def test_a_disturbance_that_never_came_says_why(ended: dict[str, object], why: s
 @pytest.mark.parametrize(("last_words", "advice"), [("it=3", "'it=3': name the form"), ("", "it printed nothing")])
 def test_a_program_that_does_not_say_its_step_is_told_its_last_line(last_words: str, advice: str) -> None:
     row = row_of(FIRST, kind=None, marks=(), last_words=last_words)
-    assert (row.is_good, row.outcome) == (False, Outcome.UNKNOWN) and advice in row.advice
+    assert (row.is_good, row.outcome) == (False, ReturnOutcome.UNKNOWN) and advice in row.advice
 
 
 def test_what_a_second_start_refuses_by_itself_is_no_fault_and_stands_below_the_table() -> None:
@@ -247,7 +247,7 @@ def test_what_a_second_start_refuses_by_itself_is_no_fault_and_stands_below_the_
     disturbance = Disturbance(key="ranks", label="other ranks", signals=KILLED, words_after=("run.processes=1",))
     starts = (FIRST, replace(refused, exit_code=2))
     row = judge(Course(disturbance=disturbance, starts=starts, run=None, seconds=1.0), UNDISTURBED)
-    assert (row.is_good, row.outcome) == (None, Outcome.REFUSED)
+    assert (row.is_good, row.outcome) == (None, ReturnOutcome.REFUSED)
     rehearsal = Rehearsal(name="a.py", place="", undisturbed="", noise="equal", rows=(row,), seconds=1.0)
     assert "AFTER IT WAS" not in rehearsal.text() and "2 ranks, not 1: other ranks" in rehearsal.text()
     assert json.loads(json.dumps(rehearsal.to_json()))["rows"][0]["outcome"] == "refused"
