@@ -664,7 +664,7 @@ class StagingBuffers:
             if copied.is_pack:
                 # The next pack takes the same memory of the GPU: one stream does one after the other.
                 members = [sources[number] for number in copied.numbers]
-                joined = _flatten_dense_tensors(members)  # type: ignore[no-untyped-call]
+                joined = _flatten_dense_tensors(members)  # type: ignore[no-untyped-call]  # torch has no types here
                 copied.buffer.copy_(joined, non_blocking=True)
 
     def _arrange(self, sources: Sequence[Tensor]) -> None:
@@ -679,7 +679,7 @@ class StagingBuffers:
             members = [sources[number] for number in copied.numbers]
             views: Sequence[Tensor] = [copied.buffer]
             if copied.is_pack:
-                views = _unflatten_dense_tensors(copied.buffer, members)  # type: ignore[no-untyped-call]
+                views = _unflatten_dense_tensors(copied.buffer, members)  # type: ignore[no-untyped-call]  # as above
             targets |= zip(copied.numbers, views, strict=True)
         self._targets = [targets[number] for number in range(len(sources))]
         self._kinds = kinds

@@ -396,7 +396,7 @@ def _archive_around(dtype: torch.dtype, shape: torch.Size) -> _Archive:
     H200.
     """
     name = "archive/data/0"
-    zeros = bytes(shape.numel() * dtype.itemsize)  # memory of zeros that nobody writes to takes none
+    zeros = bytes(shape.numel() * dtype.itemsize)  # pages of zeros that are only read take no memory
     records = {
         "archive/data.pkl": _pickled(dtype, tuple(shape)),
         "archive/byteorder": sys.byteorder.encode(),

@@ -70,12 +70,6 @@ def _mapped(function: Callable[..., Tensor], *parts: Any) -> Any:
     return [_mapped(function, part) for part in first] if isinstance(first, (list, tuple)) else first
 
 
-def is_nested(batch: Batch) -> bool:
-    """Returns whether parts of a batch are lists or dicts of tensors, which only a model's own loss can take."""
-    parts: Any = batch.values() if isinstance(batch, dict) else batch
-    return not all(isinstance(part, Tensor) for part in parts)
-
-
 @runtime_checkable
 class SampleSource(Protocol):
     """A data set that gives a whole micro-batch at once."""

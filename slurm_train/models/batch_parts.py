@@ -34,7 +34,7 @@ def inputs_in(batch: Batch) -> Tensor | None:
 
 
 def has_lists(batch: Batch) -> bool:
-    """Returns whether parts of a batch are lists or dicts of tensors."""
+    """Returns whether parts of a batch are lists or dicts of tensors, which only a model's own loss can take."""
     parts: Any = batch.values() if isinstance(batch, dict) else batch
     return not all(isinstance(part, Tensor) for part in parts)
 

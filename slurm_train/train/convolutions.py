@@ -14,7 +14,8 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from slurm_train.data.source import Batch, is_nested, map_tensors
+from slurm_train.data.source import Batch, map_tensors
+from slurm_train.models.batch_parts import has_lists
 from slurm_train.models.objective import Objective
 from slurm_train.train.context import Rank
 from slurm_train.train.device_copies import in_format
@@ -36,7 +37,7 @@ def tune_convolutions(rank: Rank, objective: Objective, batch: Batch, *, inputs:
     if rank.config.train.deterministic or rank.device.type == "cpu" or not has_convolutions(objective.model):
         return None
     # For each new shape cuDNN tries its algorithms anew, and AMD's library takes minutes.
-    if torch.version.hip is None and not rank.config.batch.by_length and not is_nested(batch):
+    if torch.version.hip is None and not rank.config.batch.by_length and not has_lists(batch):
         torch.backends.cudnn.benchmark = True
     # Layouts that cut the model have not been tried with this format.
     if not rank.layout.is_replicated or rank.autocast is None or not has_images(batch):
@@ -68,7 +69,7 @@ def has_images(batch: Batch) -> bool:
         return tensor
 
     map_tensors(note, batch)
-    return not is_nested(batch) and any(shapes)
+    return not has_lists(batch) and any(shapes)
 
 
 def obstacle_to_channels_last(objective: Objective, batch: Batch, *, autocast: torch.dtype | None) -> str | None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from slurm_train.data.source import Batch, is_nested, map_tensors
+from slurm_train.data.source import Batch, map_tensors
 from slurm_train.distributed.pipeline import Pipeline
+from slurm_train.models.batch_parts import has_lists
 from slurm_train.models.objective import Objective
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.inputs import ModelInputs
@@ -60,7 +61,7 @@ class HeldModel:
 
     def few_of(self, batch: Batch) -> Batch:
         """Returns some samples of a batch on the device; one with lists as it is."""
-        few = batch if is_nested(batch) else map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch)
+        few = batch if has_lists(batch) else map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch)
         return self.on_device(few)
 
     def evaluate(self, batch: Any) -> dict[str, Tensor]:
@@ -86,7 +87,7 @@ class HeldModel:
 
     def gives_loss_of(self, sample: Batch) -> bool:
         """Returns whether the model gives a loss of such a sample in evaluation mode; lists are tried."""
-        if not is_nested(sample):
+        if not has_lists(sample):
             return True
         batch = self.on_device(sample)
         with self._inputs.in_precision():
@@ -94,7 +95,7 @@ class HeldModel:
 
     def check_held_out(self, batch: Batch, labels: Tensor | None) -> str | None:
         """Checks held-out labels and scores, as the first step checks its own; returns a line if they are odd."""
-        if self.is_cut or is_nested(batch) or hasattr(self.objective.model, "evaluation_sums"):
+        if self.is_cut or has_lists(batch) or hasattr(self.objective.model, "evaluation_sums"):
             return None
         few = self.few_of(batch)
         with self._inputs.in_precision():

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from slurm_train.config.parallel import ParallelLayout
-from slurm_train.data.source import Batch, is_nested, map_tensors
+from slurm_train.data.source import Batch, map_tensors
 from slurm_train.distributed.parallelize import has_own_loss, leave_inputs
 from slurm_train.distributed.sequence import SequencePart
 from slurm_train.errors import ConfigError
+from slurm_train.models.batch_parts import has_lists
 from slurm_train.models.own_loss import LABELS
 from slurm_train.train.device_copies import to_device
 
@@ -88,11 +89,11 @@ class ModelInputs:
             are_floats.append(tensor.is_floating_point() and tensor.dtype != torch.float64)
             return tensor
 
-        map_tensors(note, batch if is_nested(batch) else inputs)
+        map_tensors(note, batch if has_lists(batch) else inputs)
         if any(are_floats):
             leave_inputs(model)
             self.casts_shards = False
-        elif is_nested(batch) and self.casts_shards:
+        elif has_lists(batch) and self.casts_shards:
             raise ConfigError(
                 "a batch has lists of float64 tensors, and shards that are gathered in bfloat16 round all inputs, "
                 "targets too",
@@ -119,7 +120,7 @@ def require_cuttable(batch: Batch, layout: ParallelLayout) -> None:
             "attention has no document mask",
             hint="set data.document_mask=false, or leave parallel.cp at 1",
         )
-    if is_nested(batch):
+    if has_lists(batch):
         raise ConfigError(
             f"a batch has lists of tensors, which a layout of {layout} cannot cut",
             hint="leave parallel.pp and parallel.cp at 1",

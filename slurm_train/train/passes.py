@@ -26,13 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 from slurm_train.checkpoint.state import local_part
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.data.batches import MicroBatch
-from slurm_train.data.source import Batch, is_nested
+from slurm_train.data.source import Batch
 from slurm_train.distributed.float8 import ScalesOfStep
 from slurm_train.distributed.parallelize import own_positions, whole_parameters
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.formatting import shorten
-from slurm_train.models.batch_parts import labels_in
+from slurm_train.models.batch_parts import has_lists, labels_in
 from slurm_train.models.head import group_named
 from slurm_train.models.loss import LOW_TOLERANCE, TOLERANCE
 from slurm_train.models.objective import Objective
@@ -119,7 +119,7 @@ class Passes(HeldModel):
                 loss.check_documents(samples)
                 notes.append(loss.check_scores(samples, labels_in(batch)))
                 notes.append(loss.compare(samples, tolerance=tolerance))
-            if not is_nested(batch):
+            if not has_lists(batch):
                 notes.append(tune_convolutions(self._rank, objective, samples, inputs=self._inputs))
         first: Any = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         global_size = self._rank.plan.global_size

@@ -21,8 +21,9 @@ from slurm_train.config.batch import BatchShare
 from slurm_train.data.batches import BatchStream, GlobalBatches
 from slurm_train.data.mapstyle import MapStyleSource, Padding, default_fingerprint, pad
 from slurm_train.data.order import SampleOrder
-from slurm_train.data.source import IGNORED, is_nested, map_tensors
+from slurm_train.data.source import IGNORED, map_tensors
 from slurm_train.errors import DataError
+from slurm_train.models.batch_parts import has_lists
 from slurm_train.rundir.events import is_same_data
 
 
@@ -333,4 +334,4 @@ def test_lists_of_tensors_and_of_dicts_are_a_batch_that_goes_to_a_device_as_it_i
     assert [tuple(target["boxes"].shape) for target in batch[1]] == [(0, 4), (3, 4)]
     doubled: Any = map_tensors(lambda tensor: tensor + 2, batch)
     assert doubled[0][1].eq(2).all() and doubled[1][1]["boxes"].eq(2).all() and doubled[1][1]["image_id"] == 3
-    assert is_nested(batch) and not is_nested((torch.zeros(1),))
+    assert has_lists(batch) and not has_lists((torch.zeros(1),))
