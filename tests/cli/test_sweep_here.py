@@ -22,14 +22,14 @@ while kind == "slow" and not mended.exists():
     time.sleep(0.05)
 """
 
-# What another command does meanwhile, which sweeps the last of the runs as well.
+# What another command does meanwhile, which sweeps the last of the runs as well. The second run ends after it.
 OTHERS = """
+good = [run for run in pathlib.Path("runs/train").iterdir() if "good" in (run / "config.yaml").read_text()]
 if kind == "first":
-    for run in pathlib.Path("runs/train").iterdir():
-        if "good" in (run / "config.yaml").read_text():
-            (run / "result.json").write_text("{}")
-else:
-    time.sleep(1)
+    for run in good:
+        (run / "result.json").write_text("{}")
+while not all((run / "result.json").exists() for run in good):
+    time.sleep(0.05)
 """
 
 
