@@ -16,7 +16,7 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
@@ -926,7 +926,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return str(value)
     expected, example = _describe(hint)
     typed = f"{path}={example}"
-    if expected.startswith("a text") and isinstance(value, (list, tuple)) and value:
+    kind = _kind(hint)
+    if kind is str and isinstance(value, (list, tuple)) and value:
         typed = f"{path}={','.join(map(str, value))}"
     section = next((option for option in (hint, *options) if dataclasses.is_dataclass(option)), None)
     if isinstance(section, type):
@@ -938,19 +939,38 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             typed = f"script=[{','.join(shlex.split(value))}]"
     elif isinstance(value, str) and re.fullmatch(r"[\w./,-]+", value):
         # A text that only lacks what makes it a list or a target, or is another spelling of a choice.
-        if expected.startswith("a list"):
+        if kind is list:
             typed = f"{path}=[{value}]"
-        elif (expected.startswith("a mapping") and path in ("task", "model", "data")) or (
-            path == "optim.schedule" and "." in value
-        ):
+        elif (kind is dict and path in ("task", "model", "data")) or (path == "optim.schedule" and "." in value):
             typed = f"{path}._target_={value}"
         else:
-            choices = expected.replace(",", "").split(" or ")
+            choices = list(_choices(hint))
             same = OTHER_VALUES.get(value, "")
             near = [same] if same in choices else difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
             typed = f"{path}={near[0]}" if near else typed
     advice = EXPORT_WORDS.get(str(value), "") if path == "cluster.export" else ""
     raise ConfigError(f"{path} must be {expected}, got {value!r}", hint=advice or f'for example "{typed}"')
+
+
+def _kind(hint: Any) -> Any:
+    """Returns the type that a field takes, of several the first."""
+    if get_origin(hint) in (Annotated, Union, types.UnionType):
+        return _kind(get_args(hint)[0])
+    return get_origin(hint) or hint
+
+
+def _choices(hint: Any) -> Iterator[str]:
+    """Yields the words that a field takes, where these are few."""
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        yield from map(str, options)
+    elif hint is bool:
+        yield from ("true", "false")
+    elif hint is type(None):
+        yield "null"
+    elif get_origin(hint) in (Union, types.UnionType):
+        for option in options:
+            yield from _choices(option)
 
 
 def _describe(hint: Any) -> tuple[str, str]:

@@ -95,7 +95,7 @@ class NodeCpus:
         requested = cluster.partition or str(cluster.sbatch.get("partition", ""))
         facts = site_of(self._commands).node_facts()
         partitions = chosen_partitions(requested, facts.partitions)
-        if facts.problems or not partitions:
+        if facts.unanswered or not partitions:
             return CpuPart(None, _NOT_KNOWN)
         parts = list[_Part]()
         for partition in partitions:

@@ -50,12 +50,24 @@ _KEYS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Owner:
+    """Who sets a limit."""
+
+    name: str
+    """E.g. "partition gpu", "QOS part_gpu of partition gpu", "account lab"."""
+    key: str
+    """What a person names to be under another one."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
 class Limit:
     """A number that a job may not exceed, or not fall short of."""
 
     value: int
-    owner: str
-    """Who sets it, e.g. "partition gpu", "QOS part_gpu of partition gpu", "account lab"."""
+    owner: Owner
     of: Scope = "job"
     """Whose use it counts: "job", or all jobs of a "user", of an "account", or of the "group" of the owner's."""
     is_of_largest: bool = False
@@ -64,9 +76,7 @@ class Limit:
     @property
     def elsewhere(self) -> str:
         """Where another limit holds."""
-        if " of partition " in self.owner or self.owner.startswith("partition "):
-            return "name another cluster.partition"
-        return f"name another {'cluster.qos' if self.owner.startswith('QOS ') else 'cluster.account or cluster.qos'}"
+        return f"name another {self.owner.key}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +148,10 @@ def limits_unknown(facts: SiteFacts) -> str:
     """Returns why limits of accounting are not known, "" where they are, or where Slurm enforces none."""
     if facts.settings and not _enforces_limits(facts):
         return ""
-    subjects = ("settings", "partitions", "accounts", "QOS")
-    problem = next((problem for problem in facts.problems if problem.startswith(subjects)), "")
-    subject, _, words = problem.partition(": ")
+    subject, why = next(iter(facts.unanswered.items()), ("", ""))
     # What the command was is of no use here.
-    answer = re.sub(r"^`[^`]*` (?:ended with exit code \d+: )?", "", words)
-    return f"{subject}: {answer}" if problem else ""
+    answer = re.sub(r"^`[^`]*` (?:ended with exit code \d+: )?", "", why)
+    return f"{subject}: {answer}" if subject else ""
 
 
 def limits_of(facts: SiteFacts, partition: str, *, qos: str = "", account: str = "") -> JobLimits:
@@ -176,16 +184,17 @@ def limits_of(facts: SiteFacts, partition: str, *, qos: str = "", account: str =
         at_most.setdefault(name, []).append(limit)
     at_least = {name: [limit] for name, limit in least.items()}
     # The partition's own limits hold beside those of accounting.
+    owner = Owner(f"partition {partition}", "cluster.partition")
     own: dict[str, int | None] = {
         "time": time_limit_min(record.get("MaxTime", "")),
         "node": number_or_none(record.get("MaxNodes")),
     }
     for name, number in own.items():
         if number is not None and _LIFTED_BY[name] not in flags:
-            at_most.setdefault(name, []).append(Limit(number, f"partition {partition}", is_of_largest=True))
+            at_most.setdefault(name, []).append(Limit(number, owner, is_of_largest=True))
     min_nodes = number_or_none(record.get("MinNodes"))
     if min_nodes and "PartitionMinNodes" not in flags:
-        at_least.setdefault("node", []).append(Limit(min_nodes, f"partition {partition}"))
+        at_least.setdefault("node", []).append(Limit(min_nodes, owner))
     barred, is_certain = _barred(facts, record, partition, qos=qos, account=account)
     return JobLimits(
         partition=partition,
@@ -205,8 +214,8 @@ _LIFTED_BY = {"time": "PartitionTimeLimit", "node": "PartitionMaxNodes"}
 
 def _owners(
     facts: SiteFacts, record: Mapping[str, str], partition: str, *, qos: str, job_qos: Qos | None, account: str
-) -> Iterator[tuple[str, Mapping[Scope, Amounts], Amounts]]:
-    """Yields who limits a job in accounting, in Slurm's order: the name, the most by scope, and the least."""
+) -> Iterator[tuple[Owner, Mapping[Scope, Amounts], Amounts]]:
+    """Yields who limits a job in accounting, in Slurm's order, the most by scope, and the least."""
     if not _enforces_limits(facts):
         return
     qos_in_order = _qos_in_order(facts, record, partition, job_qos)
@@ -224,7 +233,8 @@ def _owners(
         of_jobs = ("job", "submit")
         most = {scope: {name: amounts[name] for name in of_jobs if name in amounts} for scope, amounts in most.items()}
     time_min = None if has_factor_of_time else association.max_time_min
-    yield f"account {association.account}", _with_time(most, time_min), {}
+    owner = Owner(f"account {association.account}", "cluster.account or cluster.qos")
+    yield owner, _with_time(most, time_min), {}
 
 
 def _with_time(most: Mapping[Scope, Amounts], time_min: int | None) -> Mapping[Scope, Amounts]:
@@ -238,12 +248,16 @@ def _enforces_limits(facts: SiteFacts) -> bool:
 
 def _qos_in_order(
     facts: SiteFacts, record: Mapping[str, str], partition: str, job_qos: Qos | None
-) -> list[tuple[Qos, str]]:
-    """Returns the QOS of a partition and of a job, the one that decides first, each with its name as an owner."""
+) -> list[tuple[Qos, Owner]]:
+    """Returns the QOS of a partition and of a job, the one that decides first, each as an owner."""
     name = record.get("QoS", "N/A")
     partition_qos = None if name == "N/A" else facts.qos_named(name.lower())
-    of_partition = [] if partition_qos is None else [(partition_qos, f"QOS {name} of partition {partition}")]
-    of_job = [] if job_qos is None or job_qos == partition_qos else [(job_qos, f"QOS {job_qos.name}")]
+    of_partition = []
+    if partition_qos is not None:
+        of_partition = [(partition_qos, Owner(f"QOS {name} of partition {partition}", "cluster.partition"))]
+    of_job = []
+    if job_qos is not None and job_qos != partition_qos:
+        of_job = [(job_qos, Owner(f"QOS {job_qos.name}", "cluster.qos"))]
     if job_qos is not None and "OverPartQOS" in job_qos.flags:
         return of_job + of_partition
     return of_partition + of_job

@@ -51,8 +51,13 @@ class SiteFacts:
     parents: Mapping[str, str] = field(default_factory=dict)
     """The account above each account; asked for where a partition is for some accounts."""
     qos: Sequence[Qos] = ()
-    problems: Sequence[str] = ()
-    """What did not answer, one line each."""
+    unanswered: Mapping[str, str] = field(default_factory=dict)
+    """Why there is no answer, by what was asked for: "settings", "partitions", "accounts" or "QOS"."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What was not answered and why, a line each."""
+        return [f"{subject}: {why}" for subject, why in self.unanswered.items()]
 
     def record(self, partition: str) -> Mapping[str, str]:
         """Returns scontrol's fields of a partition, none where it did not answer."""
@@ -134,7 +139,7 @@ class Site:
         return self._gather("settings", "partitions")
 
     def facts(self) -> SiteFacts:
-        """Returns all that Slurm's commands say; one that is missing or refuses is one of the problems.
+        """Returns all that Slurm's commands say; one that is missing or refuses is named.
 
         Raises:
             ClusterError: as for `node_facts`.
@@ -143,8 +148,11 @@ class Site:
         # The database writes names in lower case, scontrol as they were configured.
         cluster = facts.settings.get("ClusterName", "").lower()
         parents: dict[str, str] = {}
-        has_accounts = not any(problem.startswith("accounts") for problem in facts.problems)
-        if has_accounts and any(map(_names_accounts, facts.records)) and is_since(facts.settings, LINEAGE_SINCE):
+        if (
+            "accounts" not in facts.unanswered
+            and any(map(_names_accounts, facts.records))
+            and is_since(facts.settings, LINEAGE_SINCE)
+        ):
             # Many sites show users their own accounts alone.
             with contextlib.suppress(ClusterError):
                 parents = self._commands.account_parents(cluster)
@@ -153,20 +161,20 @@ class Site:
 
     def _gather(self, *subjects: str) -> SiteFacts:
         self.begin("nodes", *subjects)
-        problems: list[str] = []
+        unanswered: dict[str, str] = {}
         answers: dict[str, Any] = {}
         for subject in subjects:
             try:
                 answers[subject] = self._answers[subject]()
             except ClusterError as err:
-                problems.append(f"{subject}: {err.message}")
+                unanswered[subject] = err.message
         return SiteFacts(
             settings=answers.get("settings", {}),
             partitions=self._answers["nodes"](),
             records=answers.get("partitions", []),
             associations=answers.get("accounts", []),
             qos=answers.get("QOS", []),
-            problems=problems,
+            unanswered=unanswered,
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 from slurm_train.slurm.job_limits import (
     Demand,
     Limit,
+    Owner,
     demand_of,
     limits_of,
     limits_unknown,
@@ -115,9 +116,11 @@ def with_association(**limits: Any) -> SiteFacts:
 
 def test_an_association_decides_where_no_qos_does() -> None:
     facts = with_association(max_time_min=50, most={"job": {"node": 3}})
-    assert limits_of(facts, "main").time_min == Limit(50, "account dev")
+    assert limits_of(facts, "main").time_min == Limit(50, Owner("account dev", "cluster.account or cluster.qos"))
     assert obstacles(facts, request(partition="main", nodes="2-4", time="5")) == [], "Slurm gives it three"
-    assert limits_of(facts, "partqos").time_min == Limit(60, "QOS part_gpu of partition partqos")
+    assert limits_of(facts, "partqos").time_min == Limit(
+        60, Owner("QOS part_gpu of partition partqos", "cluster.partition")
+    )
     assert obstacles(facts, request(partition="main", nodes="4", time="5"))[0].what == (
         "4 nodes are more than account dev allows (3)"
     )
@@ -148,16 +151,18 @@ def test_an_account_may_be_admitted_by_the_one_above(version: str, parents: dict
 
 @pytest.mark.parametrize("setting", ["associations,qos", "none", "", "(null)"])
 def test_limits_that_slurm_does_not_enforce_stop_no_job(setting: str) -> None:
-    facts = replace(FACTS, settings={"AccountingStorageEnforce": setting}, problems=["QOS: no answer"])
+    facts = replace(FACTS, settings={"AccountingStorageEnforce": setting}, unanswered={"QOS": "no answer"})
     assert obstacles(facts, request(partition="partqos", qos="short", time="240")) == []
     assert obstacles(facts, request(partition="main", time="1441")), "the partition's own limit holds"
     assert limits_unknown(facts) == ""
 
 
 def test_what_is_not_shown_is_not_unlimited() -> None:
-    hidden = replace(FACTS, qos=[], problems=["QOS: `sacctmgr show qos` ended with exit code 1: Connection refused"])
+    hidden = replace(
+        FACTS, qos=[], unanswered={"QOS": "`sacctmgr show qos` ended with exit code 1: Connection refused"}
+    )
     assert limits_unknown(hidden) == "QOS: Connection refused"
-    slow = replace(FACTS, qos=[], problems=["accounts: `sacctmgr show user` did not answer in 15 s"])
+    slow = replace(FACTS, qos=[], unanswered={"accounts": "`sacctmgr show user` did not answer in 15 s"})
     assert limits_unknown(slow) == "accounts: did not answer in 15 s"
     assert limits_unknown(FACTS) == ""
 

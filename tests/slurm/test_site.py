@@ -35,7 +35,7 @@ def test_a_database_that_does_not_answer_is_waited_for_once(tmp_path: Path) -> N
     waits = f'echo asked >> {tmp_path}/asked; until [ "$(wc -l < {tmp_path}/asked)" = 2 ]; do sleep 0.05; done'
     programs.wrap("sacctmgr", f"{waits}; echo 'Connection refused' >&2; exit 1")
     facts = Site(SlurmCommands({"PATH": programs.path}, timeout_s=20.0), user="me").facts()
-    assert [problem.split(":")[0] for problem in facts.problems if "partitions" not in problem] == ["accounts", "QOS"]
+    assert [subject for subject in facts.unanswered if subject != "partitions"] == ["accounts", "QOS"]
 
 
 @pytest.mark.parametrize(

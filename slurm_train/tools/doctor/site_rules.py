@@ -187,7 +187,7 @@ def _partitions(view: SiteView) -> Iterator[Finding]:
             yield warning("PARTITION_DOWN", "", seen)
         longest = limits_of(view.facts, part.name).time_min
         limit = "unlimited" if longest is None else f"{duration(60 * longest.value)} at most"
-        if longest is not None and longest.owner != f"partition {part.name}":
+        if longest is not None and longest.owner.name != f"partition {part.name}":
             limit += f" ({longest.owner})"
         usual = "" if part.default_time_min is None else f", {duration(60 * part.default_time_min)} if a job names none"
         limits.append(f"{part.name} {limit}{usual}")
@@ -218,7 +218,7 @@ def _settings(view: SiteView) -> Iterator[Finding]:
     if view.settings.get("AccountingStorageType", "").endswith(("/none", "(null)")):
         seen = f"no accounting: {view.settings.get('MinJobAge', '5 min')} after its end Slurm has forgotten a job"
         yield warning("NO_ACCOUNTING", "", seen)
-    elif any(problem.startswith(("accounts", "QOS")) for problem in view.facts.problems):
+    elif not view.facts.unanswered.keys().isdisjoint(("accounts", "QOS")):
         yield warning("NO_ACCOUNTING", "", f"accounting does not answer: {view.facts.problems[0]}")
     elif host in ("localhost", "127.0.0.1", "::1"):
         seen = f"AccountingStorageHost={host}: nodes cannot ask accounting for the grace of a preemption or a job's end"

@@ -76,7 +76,7 @@ def test_kinds_of_preemption_are_told_apart(grace_s: float, mode: str, code: str
 
 def test_a_grace_that_nobody_tells_is_not_called_none_and_without_preemption_nothing_is_lost() -> None:
     view = view_of("devcluster")
-    unknown = replace(view, facts=replace(view.facts, qos=(), associations=(), problems=["QOS: refused"]))
+    unknown = replace(view, facts=replace(view.facts, qos=(), associations=(), unanswered={"QOS": "refused"}))
     assert codes(unknown)["SHORT_GRACE"] == "note"
     assert "TERM again after a grace that is not known, and KILL 5 s later" in in_words(unknown)[0]
     *_, lost = in_words(view_of("devcluster", PreemptType="preempt/none"))
