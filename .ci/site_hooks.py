@@ -30,6 +30,9 @@ SEARCH_BOOST = {
     "modules.md": 0.2,
     "reliability.md": 0.2,
 }
+# A key breaks behind its dots and underscores, a flag not behind its dashes.
+_CELL = re.compile(r"<t[dh][ >].*?</t[dh]>", re.DOTALL)
+_CODE = re.compile(r"<code>([^<]+)</code>")
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -53,6 +56,11 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return _LINK.sub(lambda match: _turned(match, folder), markdown)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Returns a page whose tables break long keys where a reader would; the search has them whole."""
+    return _CELL.sub(lambda cell: _CODE.sub(_breakable, cell[0]), output)
+
+
 def on_post_build(*, config: Any) -> None:
     """Has pages load the search's shim from the site itself: Material 9 names another host for it."""
     site = Path(config["site_dir"])
@@ -60,6 +68,12 @@ def on_post_build(*, config: Any) -> None:
         text = path.read_text(encoding="utf-8")
         here = "/".join([".."] * (len(path.relative_to(site).parts) - 1) + ["javascripts/iframe-worker.js"])
         path.write_text(text.replace("https://unpkg.com/iframe-worker/shim", here), encoding="utf-8")
+
+
+def _breakable(code: re.Match[str]) -> str:
+    pieces = re.sub(r"(?<=\S)([._/=,]+)(?=\S)", r"\1<wbr>", code[1])
+    flags = re.sub(r"(?<![\w-])--?[A-Za-z]+", r'<span class="flag">\g<0></span>', pieces)
+    return f"<code>{flags}</code>"
 
 
 def _turned(match: re.Match[str], folder: Path) -> str:

@@ -68,7 +68,7 @@ ADAMW_HEAD = """\
 HEAD = """\
 # Configuration
 
-Written by `.ci/write_configuration_page.py` from `slurm_train/config/schema.py` and `conf/`; do not edit it by hand.
+<!-- Written by .ci/write_configuration_page.py from slurm_train/config/schema.py and conf/; do not edit it by hand. -->
 
 Settings are given on the command line as `key=value`. Units are in the names: `_s` seconds, `_min` minutes, `_mb` and
 `_gb` MiB and GiB; steps are optimizer steps, samples are counted over all ranks.

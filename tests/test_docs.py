@@ -321,6 +321,35 @@ def test_the_search_finds_the_section_of_every_message_in_the_first_results(site
     assert missed == {}
 
 
+@pytest.mark.full
+@pytest.mark.skipif(bool(missing_browser()), reason=f"{missing_browser()}: apt-get install chromium chromium-driver")
+def test_no_table_is_wider_than_its_page_on_a_phone(site: Path) -> None:
+    wide = (
+        "return [document.documentElement, ...document.querySelectorAll('.md-typeset__scrollwrap')]"
+        ".filter(box => box.scrollWidth > box.clientWidth).map(box => box.innerText.slice(0, 60))"
+    )
+    phone = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    found = {}
+    with open_browser() as browser:
+        browser.call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": phone})
+        for page in sorted(site.glob("*.html")):
+            browser.open(page)
+            assert browser.run("return document.documentElement.clientWidth") == 400
+            if too_wide := browser.run(wide):
+                found[page.name] = too_wide
+    assert found == {}
+
+
+def test_cells_break_keys_at_their_dots_and_no_flag_behind_its_dashes() -> None:
+    hooks = load_module("site_hooks")
+    assert hooks.on_post_page("<td><code>a.b_c=1</code></td><p><code>a.b</code></p>") == (
+        "<td><code>a.<wbr>b_<wbr>c=<wbr>1</code></td><p><code>a.b</code></p>"
+    )
+    assert hooks.on_post_page("<td><code>x --no-kill</code></td>") == (
+        '<td><code>x <span class="flag">--no</span>-kill</code></td>'
+    )
+
+
 def load_module(name: str) -> ModuleType:
     """Returns a module of .ci/, which is no package; `make pages` writes its pages and compares them."""
     spec = importlib.util.spec_from_file_location(name, REPOSITORY / ".ci" / f"{name}.py")
