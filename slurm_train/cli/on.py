@@ -581,7 +581,8 @@ def _receive(tree: Path, request: Mapping[str, Any]) -> bool:
         for folder in {(part / name).parent for name in files}:
             folder.mkdir(parents=True, exist_ok=True)
         for name, (digest, _, mode) in files.items():
-            _make_file(part / name, received.get(digest) or present[digest, mode], 0o400 | mode)
+            content = present[digest, mode] if (digest, mode) in present else received[digest]
+            _make_file(part / name, content, 0o400 | mode)
         (part / SENT_FILE).write_bytes(header)
         (part / DEFAULT_ROOT).symlink_to(Path("..", "..", DEFAULT_ROOT))
         _give_name(part, tree, num_files=len(files))

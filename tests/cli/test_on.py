@@ -216,6 +216,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("train.py").write_text("1\n")
     Path("run.sh").write_text("true\n")
     Path("run.sh").chmod(0o755)
+    Path("__init__.py").touch()
     return tmp_path / "there"
 
 
@@ -227,7 +228,8 @@ def test_a_tree_has_its_name_when_all_of_it_is_there(folder: Path, monkeypatch: 
     tree, _ = received(folder, monkeypatch)
     assert (tree / "train.py").read_text() == "1\n" and os.access(tree / "run.sh", os.X_OK)
     assert not (tree / "train.py").stat().st_mode & 0o222
-    assert sorted(json.loads((tree / SENT_FILE).read_text())["files"]) == ["run.sh", "train.py"]
+    assert sorted(json.loads((tree / SENT_FILE).read_text())["files"]) == ["__init__.py", "run.sh", "train.py"]
+    assert (tree / "__init__.py").read_text() == ""
 
 
 def test_a_tree_that_somebody_has_changed_is_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
