@@ -521,11 +521,12 @@ class ClusterSection:
     max_restarts: NonNegativeInt = 3
     """Largest number of restarts of failed ranks by torchrun before the step ends; only with `launcher=torchrun`."""
     cpus_per_gpu: Count | Literal["auto"] | None = "auto"
-    """CPUs for each rank; auto: its GPU's equal part of the node, as far as Slurm tells; null: what Slurm gives."""
+    """CPUs for each rank; auto: its GPU's equal part of the node, as far as Slurm tells; null: what Slurm gives. With
+    `sweep.runs_per_gpu` the runs share them."""
     memory_gb_per_node: NonNegativeInt | None = None
     """Memory of a node in GiB; 0: all of it; default: that of the partition."""
     memory_gb_per_gpu: NonNegativeInt | None = None
-    """Memory of a node in GiB for each of its GPUs, instead of `memory_gb_per_node`."""
+    """Memory of a node in GiB for each of its GPUs, instead of `memory_gb_per_node`; runs that share a GPU share it."""
     partition: str | None = None
     """Partition; default: Slurm's own default."""
     account: str | None = None

@@ -98,7 +98,9 @@ class RunPlan:
     def cpus_per_rank(self) -> int | None:
         """CPUs that the job requests for each rank; None: Slurm's default."""
         typed = self.config.slurm.cpus_per_gpu
-        return self.cpus.number if typed == "auto" else typed
+        if typed == "auto":
+            return self.cpus.number
+        return None if typed is None else max(1, typed // self.config.sweep.runs_per_gpu)
 
     @property
     def num_samples(self) -> int | None:

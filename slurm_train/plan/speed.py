@@ -331,7 +331,7 @@ def _host_text(plan: RunPlan, save_bytes: int) -> str:
     needed_gb = math.ceil((copy_bytes + num_ranks * _RANK_HOST) / _GIB / 8) * 8
     asked_gb = cluster.memory_gb_per_node
     if asked_gb is None and cluster.memory_gb_per_gpu is not None:
-        asked_gb = cluster.memory_gb_per_gpu * num_ranks
+        asked_gb = cluster.memory_gb_per_gpu * num_ranks // plan.config.sweep.runs_per_gpu
     if not plan.config.uses_cluster or asked_gb == 0:
         return text
     if asked_gb is None:

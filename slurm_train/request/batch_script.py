@@ -159,7 +159,12 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
         # With a range of nodes, sbatch is given no number of tasks, so each node has one task for it.
         has_whole_node = cluster.launcher == "torchrun" or bool(plan.world.node_counts)
         cpus = _cpus_per_task(plan, group, has_whole_node=has_whole_node)
-        flags |= resource_flags(cluster, per_node=group.ranks_per_node, cpus_per_task=cpus)
+        flags |= resource_flags(
+            cluster,
+            per_node=group.ranks_per_node,
+            cpus_per_task=cpus,
+            runs_per_gpu=plan.config.sweep.runs_per_gpu,
+        )
         if cluster.outlives_nodes:
             # Without it Slurm ends the whole job when it loses the first node.
             flags["no-kill"] = True

@@ -59,13 +59,16 @@ _READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS"
 _CHARACTERS = {"\n": "a line break", "\r": "a carriage return", "\0": "a NUL", "\t": "a tab"}
 
 
-def resource_flags(cluster: ClusterSection, *, per_node: int, cpus_per_task: int | None = None) -> Flags:
+def resource_flags(
+    cluster: ClusterSection, *, per_node: int, cpus_per_task: int | None = None, runs_per_gpu: int = 1
+) -> Flags:
     """Returns the sbatch flags for GPUs, CPUs, memory and a place in the queue, by their long names without dashes.
 
     Args:
         cluster: the settings, e.g. of partition "gpu": {"gpus-per-node": "8", "partition": "gpu"}.
         per_node: ranks, and so GPUs, of each node.
         cpus_per_task: CPUs of each task; None: what Slurm gives.
+        runs_per_gpu: runs that share a GPU, and so its memory of the node.
     """
     # Under torchrun one task has all ranks of its node.
     per_task = per_node if cluster.launcher == "torchrun" else 1
@@ -74,7 +77,9 @@ def resource_flags(cluster: ClusterSection, *, per_node: int, cpus_per_task: int
     )
     memory_gb = cluster.memory_gb_per_node
     if memory_gb is None and cluster.memory_gb_per_gpu is not None:
-        memory_gb = cluster.memory_gb_per_gpu * per_node
+        share_gb = cluster.memory_gb_per_gpu * per_node // runs_per_gpu
+        # A small share is not 0, which means all memory of the node.
+        memory_gb = max(share_gb, min(1, cluster.memory_gb_per_gpu))
     values = {
         "gres": f"gpu:{gpus}" if cluster.gpu_flag == "gres" else None,
         "gpus-per-node": gpus if cluster.gpu_flag == "gpus-per-node" else None,

@@ -103,6 +103,16 @@ def test_runs_that_share_a_gpu_ask_for_their_part_of_its_cpus() -> None:
     assert plan.cpus_per_rank is None and plan.cpus.reason == "as Slurm gives them: no node has 9 GPUs"
 
 
+def test_runs_that_share_a_gpu_ask_for_their_part_of_what_a_site_file_gives_it() -> None:
+    given = {"nodes": 1, "gpus_per_node": 1, "cpus_per_gpu": 8, "memory_gb_per_gpu": 60}
+    for runs_per_gpu, cpus, memory in ((1, "8", "60G"), (2, "4", "30G"), (100, "1", "1G")):
+        sweep = {"pack": 100, "runs_per_gpu": runs_per_gpu}
+        settings = composed(cluster=given, sweep=sweep)
+        plan = plan_run(settings, cwd=Path("/home/user"), env={}, node_cpus=NodeCpus(slurm(NODE)))
+        (flags,) = job_request(plan).components
+        assert (flags["cpus-per-task"], flags["mem"]) == (cpus, memory)
+
+
 def away() -> FakeSlurmCommands:
     commands = slurm(NODE)
     commands.error = ClusterError("no answer")
