@@ -115,7 +115,7 @@ def test_mlflow_in_a_database(person: Person, tmp_path: Path) -> None:
     assert query(database, "SELECT run_uuid, name, status FROM runs") == ended
     tags = dict(query(database, "SELECT key, value FROM tags"))
     assert tags["slurm_train.sweep"] == "9b1c44e0" and tags["slurm_train.commit"] == "0a1b2c"
-    assert dict(query(database, "SELECT key, value FROM params"))["optim.lr"] == "0.001"
+    assert dict(query(database, "SELECT key, value FROM params"))["optim.lr"] == "0.003"
 
 
 @pytest.mark.full
