@@ -164,7 +164,7 @@ class Saver:
     def say_news(self) -> None:
         """Tells the user what became of saves in the background; cheap enough for every step."""
         self._say(*self.saves.news())
-        self._spent.longest_save_s = max(self._spent.longest_save_s, self.saves.times.longest_s)
+        self._spent.add_save(self.saves.times.longest_s)
 
     def _content(self, step: int) -> Content:
         return self.state.content(partial(self._facts.header, step))

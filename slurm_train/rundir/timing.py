@@ -111,6 +111,10 @@ class Spent:
         self.data_wait_s += data_wait_s
         self.longest_step_s = max(self.longest_step_s, seconds / max(steps, 1))
 
+    def add_save(self, seconds: float) -> None:
+        """Counts a save that was durable after so long."""
+        self.longest_save_s = max(self.longest_save_s, seconds)
+
     def add(self, cause: str, seconds: float) -> None:
         """Adds seconds to an account; "" is not counted."""
         if cause:

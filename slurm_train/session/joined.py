@@ -189,8 +189,7 @@ class JoinedSession(Session):
         finally:
             seconds = clock() - start_s
             checkpoints.log_save(step, seconds, num_bytes=num_bytes, error=error)
-        spent = self._progress.spent
-        spent.longest_save_s = max(spent.longest_save_s, seconds)
+        self._progress.spent.add_save(seconds)
         self._rank.say(*saved.problems)
 
     def newest(self) -> Checkpoint | None:
