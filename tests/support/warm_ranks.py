@@ -228,6 +228,8 @@ def _start_server(imports: Sequence[str]) -> _Server:
     folder = tempfile.TemporaryDirectory(prefix="warm-ranks-")
 
     def close() -> None:
+        # Processes that a test forked, such as workers of a loader, may still hold the end that `orders` closes.
+        process.kill()
         orders.close()
         answers.close()
         process.wait()
