@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from slurm_train.cli.preview import refuse_unused_flags, take_inputs
 from slurm_train.cli.terminal import answer, note, working_folder
+from slurm_train.code.snapshot import Source, read_source
 from slurm_train.config.compose import compose
 from slurm_train.config.program import program_of
 from slurm_train.config.words import Words, read_words, split_word
@@ -72,7 +73,8 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(f"--only={','.join(unknown)} is no disturbance", hint=f"choose from {','.join(LABELS)}")
     take_inputs(plan, cwd=cwd)
     notice = _notice(plan, env, arguments.notice)
-    scope = _scope(plan, flags, steps=arguments.steps, seconds=arguments.seconds, notice=notice, only=only)
+    source = read_source(plan.run, plan.config, cwd, env=env)
+    scope = _scope(plan, flags, source, steps=arguments.steps, seconds=arguments.seconds, notice=notice, only=only)
     job_id = env.get("SLURM_JOB_ID") if plan.config.uses_cluster else None
     if plan.config.uses_cluster and job_id is None:
         return _in_own_allocation(plan, scope, words, env)
@@ -200,7 +202,7 @@ def _parallel(plan: RunPlan) -> int:
 
 
 def _scope(
-    plan: RunPlan, flags: Words, *, steps: int, seconds: float, notice: SiteNotice, only: Sequence[str]
+    plan: RunPlan, flags: Words, source: Source, *, steps: int, seconds: float, notice: SiteNotice, only: Sequence[str]
 ) -> Scope:
     config = plan.config
     keys = {split_word(word)[1]: split_word(word)[2] for word in flags.overrides}
@@ -213,6 +215,7 @@ def _scope(
         num_parallel=_parallel(plan),
         is_shell=Path(program.name).name in _SHELLS or program.name.endswith(".sh"),
         other_ranks=_other_ranks(plan, keys.get("run.processes"), is_asked="ranks" in only),
+        not_copied=[str(beside) for beside in source.beside],
         only=only,
     )
 

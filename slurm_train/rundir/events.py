@@ -388,6 +388,8 @@ class FailureMark:
     """Where it was raised, e.g. "model.py:41 in forward"."""
     lasting: bool = True
     """Whether the same would be raised again; files, networks and devices may recover."""
+    left_out: str = ""
+    """The file or folder that it did not find in the run's copy of the code, and that is beside the user's."""
     time_unix_s: float = field(default=0.0, compare=False)
     """When it was left."""
 

@@ -44,7 +44,7 @@ def main() -> None:
     rank = os.getpid()
     folder = os.getcwd()  # noqa: PTH109  # strings, as of sys.path
     code, words, place, lasting = run(sys.argv[0], is_module=is_module)
-    beside = left_out(words, copy=os.path.join(run_directory, "code"), folder=folder)  # noqa: PTH118
+    beside = not_copied(words, copy=os.path.join(run_directory, "code"), folder=folder)  # noqa: PTH118
     if beside and os.getpid() == rank:
         print(
             f"slurm_train: {beside} exists, and the run's copy of the code, where the program looks by `__file__`, does"
@@ -54,7 +54,7 @@ def main() -> None:
         )
     # What the script has forked may come here, too.
     if words and "RANK" in os.environ and os.getpid() == rank:
-        leave_failure_mark(run_directory, code, words, place=place, lasting=lasting)
+        leave_failure_mark(run_directory, code, words, place=place, lasting=lasting, left_out=beside)
     if code == 0 and os.getpid() == rank:
         apart.end()
         note_stop_signal(run_directory, signals.newest_stop)
@@ -111,7 +111,7 @@ def run(script: str, *, is_module: bool = False) -> tuple[int, str, str, bool]:
     return 0, "", "", True
 
 
-def left_out(words: str, *, copy: str, folder: str) -> str:
+def not_copied(words: str, *, copy: str, folder: str) -> str:
     """Returns the file or folder beside the user's code that an error did not find in the copy of it, "" for none.
 
     Args:
@@ -142,7 +142,9 @@ def _emptied(copy: str, folder: str) -> str:
     return ""
 
 
-def leave_failure_mark(run_directory: str, code: int, words: str, *, place: str = "", lasting: bool = True) -> None:
+def leave_failure_mark(
+    run_directory: str, code: int, words: str, *, place: str = "", lasting: bool = True, left_out: str = ""
+) -> None:
     """Leaves the mark that names this rank, its exit code and its error, as ranks of the trainer do."""
     from pathlib import Path
 
@@ -153,7 +155,13 @@ def leave_failure_mark(run_directory: str, code: int, words: str, *, place: str 
     env = os.environ
     message = words.split("\n")[0]
     mark = FailureMark(
-        rank=int(env["RANK"]), host=node_name(env), exit_code=code, message=message, place=place, lasting=lasting
+        rank=int(env["RANK"]),
+        host=node_name(env),
+        exit_code=code,
+        message=message,
+        place=place,
+        lasting=lasting,
+        left_out=left_out,
     )
     leave_mark(RunDirectory(Path(run_directory)), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)
 

@@ -90,6 +90,33 @@ def test_a_program_of_the_session_survives_a_kill_and_a_preemption(person: Perso
     assert preempted["losses"].startswith("equal") and killed["losses"].startswith("equal")
 
 
+
+
+@pytest.mark.parametrize(
+    ("program", "place"),
+    [
+        (
+            "import os\nopen(os.path.join(os.path.dirname(os.path.realpath(__file__)), *['data', 'x.bin']))",
+            "data/x.bin",
+        ),
+        # Its own error names no place.
+        (
+            "from pathlib import Path\nif not (Path(__file__).parents[1] / 'sets').exists(): raise SystemExit('none')",
+            "sets",
+        ),
+    ],
+)
+def test_what_a_program_did_not_find_beside_its_source_is_named(person: Person, program: str, place: str) -> None:
+    for path in (person.folder / "data/x.bin", person.folder.parent / "sets/x.bin"):
+        path.parent.mkdir()
+        path.write_text("x")
+    (person.folder / "fails.py").write_text(program)
+    done = person.types("rehearse", "script=[fails.py]")
+    hint = done.err.partition("hint: ")[2].partition(": not in the run's copy of the code")[0]
+    assert done.code == 2 and place in hint, done.err
+    shutil.rmtree(person.folder / "runs")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

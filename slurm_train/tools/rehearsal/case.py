@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 from slurm_train.errors import ClusterError
 from slurm_train.formatting import plain
 from slurm_train.processes import descendants, environment_of, is_running, start_ticks
+from slurm_train.rundir.events import read_marks
 from slurm_train.rundir.files import read_json, read_tail
 from slurm_train.rundir.ledger import End, read_attempt
 from slurm_train.rundir.own_resume import read_own_resume, was_taken
@@ -158,6 +159,8 @@ class StartOfRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
+    not_copied: str = ""
+    """What its error is about: a place in its folder that the run's copy of the code has not, "" for none."""
     """All that was seen of the run of a case."""
 
     disturbance: Disturbance
@@ -333,6 +336,7 @@ class _Case:
         seen: _Seen,
         enough: Until,
         *,
+            not_copied=self._not_copied(attempt),
         signals: Sequence[SignalsAfter],
         attempt: int,
         started_s: float,
@@ -429,6 +433,11 @@ class _Seen:
     source: Files | None = None
     """The run's copy of the code, before its program has written into it."""
     outlived_by: list[str] = field(default_factory=list)
+
+    def _not_copied(self, attempt: int) -> str:
+        marks = [] if self.run is None else read_marks(self.run, attempt)
+        place = next((mark.left_out for mark in marks if mark.left_out), "")
+        return os.path.relpath(place, self._folder) if place else ""
 
 
 def end_supervisor(process: subprocess.Popen[bytes], ranks: RanksOfStart) -> None:

@@ -70,6 +70,8 @@ class Scope:
 
 
 def rehearse(setting: RehearsalSetting, scope: Scope, *, say: Callable[[str], None]) -> Rehearsal:
+    not_copied: Sequence[str] = ()
+    """What the program looks for beside its source, and what a run does not copy."""
     """Runs a whole rehearsal, and returns what it has found out.
 
     Args:
@@ -122,10 +124,14 @@ def _undisturbed(setting: RehearsalSetting, scope: Scope) -> tuple[Course, Undis
     has_failed = start.ended_s is not None and start.exit_code != 0
     if has_failed:
         error = start.traceback or start.last_words or next(iter(start.remarks), "")
-        beside = next((f"{remark}; " for remark in start.remarks if "`__file__`" in remark), "")
+        not_copied = [start.not_copied] if start.not_copied else scope.not_copied
+        beside = (
+            f"{shorten(not_copied, 3)}: not in the run's copy of the code, where `__file__` is: give the program an "
+            "absolute path, or one relative to its folder; "
+        )
         raise RunError(
             f"the undisturbed run failed with exit code {start.exit_code}: {error}",
-            hint=f"{beside}its output is in {setting.place / 'undisturbed' / 'start_0.log'}; "
+            hint=f"{beside if not_copied else ''}its output is in {setting.place / 'undisturbed' / 'start_0.log'}; "
             + ("of this shell's variables it gets all but secrets" if setting.job_id is None else _OF_JOB),
         )
     undisturbed = Undisturbed(
