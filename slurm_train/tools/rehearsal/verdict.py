@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,16 @@ class Row:
     seconds: float = 0.0
 
 
-def left_out(key: str, label: str, why: str) -> Row:
-    """Returns the row of a disturbance that does not apply."""
-    return Row(key=key, label=label, outcome=ReturnOutcome.LEFT_OUT, is_good=None, came_back=f"left out, {why}")
+def left_out(key: str, label: str, why: str, *, seconds: float = 0.0) -> Row:
+    """Returns the row of a disturbance that does not apply, or did not come to its end."""
+    return Row(
+        key=key,
+        label=label,
+        outcome=ReturnOutcome.LEFT_OUT,
+        is_good=None,
+        came_back=f"left out, {why}",
+        seconds=seconds,
+    )
 
 
 def noise_of(course: Course, undisturbed: Undisturbed) -> tuple[float, str]:
@@ -191,22 +199,32 @@ def judge(course: Course, undisturbed: Undisturbed) -> Row:
     return row
 
 
+_NewRow = Callable[..., Row]
+"""`Row` with what every disturbed run has: its disturbance, how long it took to end, what else was seen."""
+
+
 def _judge(course: Course, undisturbed: Undisturbed) -> Row:
-    disturbance = course.disturbance
+    key, label = course.disturbance.key, course.disturbance.label
+    seconds = round(course.seconds, 1)
     first = course.starts[0]
-    row = replace(left_out(disturbance.key, disturbance.label, ""), seconds=round(course.seconds, 1))
     if first.signalled_s is None:
-        return replace(row, came_back=f"left out, {_why_not_signalled(first)}")
-    second = course.starts[1] if len(course.starts) > 1 else None
-    ended_s = None if first.ended_s is None else round(first.ended_s - first.signalled_s, 2)
-    row = replace(row, ended_after_s=ended_s, facts=_facts(course, undisturbed))
+        return left_out(key, label, _why_not_signalled(first), seconds=seconds)
+    new_row = partial(
+        Row,
+        key=key,
+        label=label,
+        seconds=seconds,
+        ended_after_s=None if first.ended_s is None else round(first.ended_s - first.signalled_s, 2),
+        facts=_facts(course, undisturbed),
+    )
     if first.is_finished:
-        return _after_a_finish(row, first, undisturbed)
+        return _after_a_finish(new_row, first, undisturbed)
+    second = course.starts[1] if len(course.starts) > 1 else None
     if second is None:
-        return replace(row, came_back="left out, the rehearsal was stopped")
+        return left_out(key, label, "the rehearsal was stopped", seconds=seconds)
     if undisturbed.kind is None:
-        return _without_marks(row, second, undisturbed)
-    return _judge_return(row, course, first, second, undisturbed)
+        return _without_marks(new_row, second, undisturbed)
+    return _judge_return(new_row, course, first, second, undisturbed)
 
 
 def _why_not_signalled(first: StartOfRun) -> str:
@@ -217,7 +235,7 @@ def _why_not_signalled(first: StartOfRun) -> str:
     return f"it failed before the moment came: {_error(first)!r}"
 
 
-def _after_a_finish(row: Row, first: StartOfRun, undisturbed: Undisturbed) -> Row:
+def _after_a_finish(new_row: _NewRow, first: StartOfRun, undisturbed: Undisturbed) -> Row:
     """Returns the row of a run that has a result after the signal."""
     marks = first.of_kind(undisturbed.kind)
     last = marks[-1] if marks else None
@@ -226,19 +244,16 @@ def _after_a_finish(row: Row, first: StartOfRun, undisturbed: Undisturbed) -> Ro
         or (undisturbed.total is not None and last.place[1] >= undisturbed.total)
     )
     if is_at_end or undisturbed.kind is None:
-        return replace(row, outcome=ReturnOutcome.WENT_ON, came_back="went on to its end before it was killed")
+        return new_row(outcome=ReturnOutcome.WENT_ON, is_good=None, came_back="went on to its end before it was killed")
     num_after = len(_after_signal(first, marks))
     if num_after >= _MOST_AFTER_SIGNAL:
         came_back = f"took {count(num_after, 'step')} after the signal, to its end"
-        return replace(
-            row, outcome=ReturnOutcome.WENT_ON, is_good=False, came_back=came_back, advice=_IGNORES, see=LINES
-        )
-    return _ended_early(row, last, undisturbed)
+        return new_row(outcome=ReturnOutcome.WENT_ON, is_good=False, came_back=came_back, advice=_IGNORES, see=LINES)
+    return _ended_early(new_row, last, undisturbed)
 
 
-def _ended_early(row: Row, last: Mark | None, undisturbed: Undisturbed) -> Row:
-    return replace(
-        row,
+def _ended_early(new_row: _NewRow, last: Mark | None, undisturbed: Undisturbed) -> Row:
+    return new_row(
         outcome=ReturnOutcome.ENDED_EARLY,
         is_good=False,
         came_back=f"ended with 0 at {_of_total(last, undisturbed)}",
@@ -255,9 +270,9 @@ def _of_total(mark: Mark | None, undisturbed: Undisturbed) -> str:
     return f"{words} of {total}"
 
 
-def _without_marks(row: Row, second: StartOfRun, undisturbed: Undisturbed) -> Row:
+def _without_marks(new_row: _NewRow, second: StartOfRun, undisturbed: Undisturbed) -> Row:
     if second.ended_s is not None and second.exit_code != 0:
-        return _never_started(row, second)
+        return _never_started(new_row, second)
     advice = (
         f"nothing in its log says how far it is, such as {undisturbed.last_words[:_LONGEST_QUOTE]!r}: name the form of "
         "its lines by --pattern 'step (?P<step>\\d+)', or wait longer for the first one: --seconds"
@@ -265,10 +280,29 @@ def _without_marks(row: Row, second: StartOfRun, undisturbed: Undisturbed) -> Ro
         else "it printed nothing: let it print its step and loss, or wait longer for a slow start: --seconds"
     )
     came_back = "started again; its log does not say at which step"
-    return replace(row, outcome=ReturnOutcome.UNKNOWN, came_back=came_back, is_good=False, advice=advice, see=_PAGE)
+    return new_row(outcome=ReturnOutcome.UNKNOWN, is_good=False, came_back=came_back, advice=advice, see=_PAGE)
 
 
-def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRun, undisturbed: Undisturbed) -> Row:
+def _without_steps_again(
+    new_row: _NewRow, course: Course, second: StartOfRun, last: Mark | None, undisturbed: Undisturbed
+) -> Row:
+    """Returns the row of a run whose second start took no step."""
+    has_done_all = undisturbed.is_finished and last is not None and last.place >= undisturbed.marks[-1].place
+    if has_done_all and second.is_finished:
+        return new_row(
+            outcome=ReturnOutcome.CAME_BACK, is_good=True, came_back="had nothing left to do", repeated=0, left_out=0
+        )
+    if second.ended_s is None:
+        return replace(_never_started(new_row, second), came_back="never came to a step again")
+    if second.exit_code == 2 and course.disturbance.words_after:
+        refusal = (second.traceback or second.last_words)[:_LONGEST_QUOTE]
+        return new_row(outcome=ReturnOutcome.REFUSED, is_good=None, came_back=f"refused: {refusal}")
+    return _ended_early(new_row, last, undisturbed) if second.exit_code == 0 else _never_started(new_row, second)
+
+
+def _judge_return(
+    new_row: _NewRow, course: Course, first: StartOfRun, second: StartOfRun, undisturbed: Undisturbed
+) -> Row:
     """Returns the row of a run that was started again."""
     kind = undisturbed.kind
     marks_before = first.of_kind(kind)
@@ -276,16 +310,7 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
     last = marks_before[-1] if marks_before else None
     begin = undisturbed.marks[0]
     if not marks_after:
-        has_done_all = undisturbed.is_finished and last is not None and last.place >= undisturbed.marks[-1].place
-        if has_done_all and second.is_finished:
-            row = replace(row, outcome=ReturnOutcome.CAME_BACK, came_back="had nothing left to do")
-            return replace(row, is_good=True, repeated=0, left_out=0)
-        if second.ended_s is None:
-            return replace(_never_started(row, second), came_back="never came to a step again")
-        if second.exit_code == 2 and course.disturbance.words_after:
-            refusal = (second.traceback or second.last_words)[:_LONGEST_QUOTE]
-            return replace(row, outcome=ReturnOutcome.REFUSED, came_back=f"refused: {refusal}")
-        return _ended_early(row, last, undisturbed) if second.exit_code == 0 else _never_started(row, second)
+        return _without_steps_again(new_row, course, second, last, undisturbed)
     back = marks_after[0]
     repeated = 0 if last is None else sum(mark.place <= last.place for mark in marks_after[: _upto(marks_after, last)])
     skipped = [] if last is None else [mark for mark in undisturbed.marks if last.place < mark.place < back.place]
@@ -296,9 +321,9 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
     compared = [*_after_signal(first, marks_before), *settled]
     difference = _compare(compared, undisturbed.marks)
     with_others = _with_other_samples(compared, undisturbed.marks)
-    row = replace(
-        row,
+    row = new_row(
         outcome=ReturnOutcome.CAME_BACK,
+        is_good=True,
         came_back=f"came back at {back.words}",
         repeated=repeated,
         left_out=len(skipped),
@@ -318,17 +343,17 @@ def _judge_return(row: Row, course: Course, first: StartOfRun, second: StartOfRu
             see=LINES,
         )
     if _is_early(second, marks_after, undisturbed):
-        return _ended_early(row, marks_after[-1], undisturbed)
+        return _ended_early(new_row, marks_after[-1], undisturbed)
     if second.ended_s is not None and second.exit_code != 0:
         came_back = f"failed again at {marks_after[-1].words}"
-        return replace(_never_started(row, second), outcome=ReturnOutcome.FAILED_AGAIN, came_back=came_back)
+        return replace(_never_started(new_row, second), outcome=ReturnOutcome.FAILED_AGAIN, came_back=came_back)
     if with_others:
         return _with_changed_samples(row, with_others[0])
     if difference is not None and _are_others(
         difference, undisturbed, has_other_ranks=bool(course.disturbance.words_after)
     ):
         return _with_other_losses(row, second, undisturbed)
-    return replace(row, is_good=True)
+    return row
 
 
 def _upto(marks: Sequence[Mark], last: Mark) -> int:
@@ -384,20 +409,26 @@ def _error(start: StartOfRun) -> str:
     return (start.traceback or start.last_words or f"exit code {start.exit_code}")[:_LONGEST_QUOTE]
 
 
-def _never_started(row: Row, second: StartOfRun) -> Row:
+def _never_started(new_row: _NewRow, second: StartOfRun) -> Row:
     error = _error(second)
-    row = replace(row, outcome=ReturnOutcome.NEVER_STARTED, is_good=False, came_back="never started again")
+    advice, see = _of_error(error, second)
+    return new_row(
+        outcome=ReturnOutcome.NEVER_STARTED, is_good=False, came_back="never started again", advice=advice, see=see
+    )
+
+
+def _of_error(error: str, second: StartOfRun) -> tuple[str, str]:
+    """Returns what to change where a second start ends with an error, and the page that says how."""
     if _EXISTS.search(error):
-        advice = "it refuses the folder of its first start: name its own word for a resume, `own_resume.words`"
-        return replace(row, advice=f"{error!r}: {advice}", see=OWN_RESUME)
+        words = "it refuses the folder of its first start: name its own word for a resume, `own_resume.words`"
+        return f"{error!r}: {words}", OWN_RESUME
     if second.beside_source:
         names = shorten(sorted(second.beside_source), 2)
-        advice = f"it writes beside its source ({names}): give it a folder below $SLURM_TRAIN_RUN_DIR"
-        return replace(row, advice=f"{error!r}: {advice}", see=FOLDERS)
+        words = f"it writes beside its source ({names}): give it a folder below $SLURM_TRAIN_RUN_DIR"
+        return f"{error!r}: {words}", FOLDERS
     if _CUT_FILE.search(error):
-        advice = "it loads a file that was cut: write beside it and rename, or save by the session"
-        return replace(row, advice=f"{error!r}: {advice}", see=LINES)
-    return replace(row, advice=f"its second start ends with {error!r}", see=TROUBLE)
+        return f"{error!r}: it loads a file that was cut: write beside it and rename, or save by the session", LINES
+    return f"its second start ends with {error!r}", TROUBLE
 
 
 def _began_anew(row: Row, course: Course, *, has_joined: bool) -> Row:
