@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,16 @@ def start_ticks(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
+
+
+def cpu_s(pid: int) -> float:
+    """Returns how long a process has computed, with those of its children that have ended; 0 where there is none."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    # Fields 14 to 17: its own time and its children's, each in user and kernel mode.
+    return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def is_running(pid: int, started: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from slurm_train.errors import ClusterError
 from slurm_train.formatting import plain
-from slurm_train.processes import descendants, environment_of, is_running, start_ticks
+from slurm_train.processes import cpu_s, descendants, environment_of, is_running, start_ticks
 from slurm_train.rundir.events import read_marks
 from slurm_train.rundir.files import read_json, read_tail
 from slurm_train.rundir.ledger import End, read_attempt
@@ -104,6 +104,8 @@ class Disturbance:
     """They are sent when this mark has been read."""
     after_s: float | None = None
     """They are sent so long after the start."""
+    after_cpu_s: float | None = None
+    """They are sent when the ranks have computed so long, whatever else the machine does."""
     in_save: bool = False
     """They are sent when, from `place` on, a checkpoint is being written."""
     words_after: tuple[str, ...] = ()
@@ -126,6 +128,8 @@ class StartOfRun:
     """When the ranks had ended; None where they had to be ended for want of time."""
     killed_by_notice: bool = False
     """Whether KILL was needed after signals that ask."""
+    first_mark_cpu_s: float | None = None
+    """How long the ranks had computed at their first mark; None where there was none or it is not seen."""
     was_in_save: bool = False
     exit_code: int = 0
     """Of the command."""
@@ -151,6 +155,8 @@ class StartOfRun:
     """What this package has printed about it."""
     last_words: str = ""
     traceback: str = ""
+    not_copied: str = ""
+    """What its error is about: a place in its folder that the run's copy of the code has not, "" for none."""
 
     def of_kind(self, kind: object) -> list[Mark]:
         """Returns its marks of one kind."""
@@ -159,8 +165,6 @@ class StartOfRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    not_copied: str = ""
-    """What its error is about: a place in its folder that the run's copy of the code has not, "" for none."""
     """All that was seen of the run of a case."""
 
     disturbance: Disturbance
@@ -310,6 +314,7 @@ class _Case:
             signalled_s=seen.signalled_s,
             ended_s=seen.ended_s,
             killed_by_notice=seen.killed_by_notice,
+            first_mark_cpu_s=seen.first_mark_cpu_s,
             was_in_save=seen.was_in_save,
             exit_code=process.returncode,
             end=None if record is None else record.end,
@@ -326,6 +331,7 @@ class _Case:
             remarks=_remarks(text),
             last_words=newest_line(_of_program(text)),
             traceback=error_line(text),
+            not_copied=self._not_copied(attempt),
         )
 
     def _attend(
@@ -336,7 +342,6 @@ class _Case:
         seen: _Seen,
         enough: Until,
         *,
-            not_copied=self._not_copied(attempt),
         signals: Sequence[SignalsAfter],
         attempt: int,
         started_s: float,
@@ -351,6 +356,8 @@ class _Case:
                 seen.source = self._source_files()
             now_s = time.monotonic()
             self._read(reader, attempt)
+            if seen.first_mark_cpu_s is None and reader.by_kind:
+                seen.first_mark_cpu_s = ranks.cpu_s()
             if process.poll() is not None or ranks.have_ended():
                 seen.ended_s = time.monotonic()
                 return
@@ -359,7 +366,7 @@ class _Case:
                 if remaining and now_s >= due_s:
                     self._send(ranks, remaining, seen)
                     due_s = now_s + (remaining[0].wait_s if remaining else 0.0)
-            elif remaining and ranks.are_there() and self._is_moment(reader, now_s - started_s):
+            elif remaining and ranks.are_there() and self._is_moment(reader, ranks, now_s - started_s):
                 waits_for_save = self._disturbance.in_save
                 if not waits_for_save or self._save_begins(seen):
                     seen.signalled_s = time.monotonic()
@@ -379,12 +386,17 @@ class _Case:
         for name in names:
             ranks.send(name)
 
-    def _is_moment(self, reader: MarkReader, since_start_s: float) -> bool:
+    def _is_moment(self, reader: MarkReader, ranks: RanksOfStart, since_start_s: float) -> bool:
         disturbance = self._disturbance
-        if disturbance.after_s is not None:
-            return since_start_s >= disturbance.after_s
         marks = reader.by_kind.get(self._kind, [])
-        return bool(marks) and disturbance.place is not None and marks[-1].place >= disturbance.place
+        if disturbance.place is not None:
+            return bool(marks) and marks[-1].place >= disturbance.place
+        if marks:
+            # Its start is over.
+            return False
+        if disturbance.after_cpu_s is not None:
+            return (ranks.cpu_s() or 0.0) >= disturbance.after_cpu_s
+        return disturbance.after_s is not None and since_start_s >= disturbance.after_s
 
     def _save_begins(self, seen: _Seen) -> bool:
         """Returns whether a checkpoint is being written, or was written since the last look."""
@@ -417,6 +429,11 @@ class _Case:
             files |= {name: status for name, status in in_run.items() if not name.startswith("events@")}
         return files
 
+    def _not_copied(self, attempt: int) -> str:
+        marks = [] if self.run is None else read_marks(self.run, attempt)
+        place = next((mark.left_out for mark in marks if mark.left_out), "")
+        return os.path.relpath(place, self._folder) if place else ""
+
     def _source_files(self) -> dict[str, tuple[int, int]]:
         return {} if self.run is None else files_in(self.run.code)
 
@@ -428,16 +445,12 @@ class _Seen:
     signalled_s: float | None = None
     ended_s: float | None = None
     killed_by_notice: bool = False
+    first_mark_cpu_s: float | None = None
     was_in_save: bool = False
     checkpoints: Files | None = None
     source: Files | None = None
     """The run's copy of the code, before its program has written into it."""
     outlived_by: list[str] = field(default_factory=list)
-
-    def _not_copied(self, attempt: int) -> str:
-        marks = [] if self.run is None else read_marks(self.run, attempt)
-        place = next((mark.left_out for mark in marks if mark.left_out), "")
-        return os.path.relpath(place, self._folder) if place else ""
 
 
 def end_supervisor(process: subprocess.Popen[bytes], ranks: RanksOfStart) -> None:
@@ -472,6 +485,9 @@ class RanksOfStart(Protocol):
 
     def have_ended(self) -> bool:
         """Returns whether all that had started have ended."""
+
+    def cpu_s(self) -> float | None:
+        """Returns how long they and what is below them have computed, None where that is not seen."""
 
     def send(self, name: Signal) -> None:
         """Sends a signal to each of them that runs."""
@@ -517,6 +533,10 @@ class RanksHere:
     def have_ended(self) -> bool:
         """See `RanksOfStart`."""
         return bool(self._ranks) and not any(is_running(*rank) for rank in self._ranks.items())
+
+    def cpu_s(self) -> float | None:
+        """See `RanksOfStart`."""
+        return sum(cpu_s(pid) for pid in (*self._ranks, *self._running_below()))
 
     def send(self, name: Signal) -> None:
         """See `RanksOfStart`."""
@@ -574,6 +594,10 @@ class RanksOfStep:
     def have_ended(self) -> bool:
         """See `RanksOfStart`."""
         return self._attended.poll() is not None
+
+    def cpu_s(self) -> float | None:
+        """See `RanksOfStart`; processes of other nodes are not seen."""
+        return None
 
     def send(self, name: Signal) -> None:
         """See `RanksOfStart`."""

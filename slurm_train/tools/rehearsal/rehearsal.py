@@ -18,6 +18,7 @@ from slurm_train.tools.rehearsal.case import (
     Course,
     Disturbance,
     RehearsalSetting,
+    SignalsAfter,
     SiteNotice,
     StartOfRun,
     play,
@@ -37,6 +38,10 @@ _SLOW_START = 3
 _BLIND_S = 12.0
 """When a run that says nothing of its steps is disturbed, at the latest."""
 _MARGIN = 4.0
+_SHARE_OF_START = 0.6
+"""Of its way to the first mark, when a run is stopped in its start."""
+_LONGER_TO_SAVE = 3
+"""A run that is to be killed in a save may take so many times as many steps as the undisturbed one."""
 _OF_JOB = "it has the variables of a job, which are not all of the shell's (cluster.export=[NAME])"
 LABELS = {
     "again": "not disturbed, once more",
@@ -65,13 +70,13 @@ class Scope:
     is_shell: bool
     other_ranks: tuple[str, ...] | str
     """Words for another number of ranks, or why there are none."""
+    not_copied: Sequence[str] = ()
+    """What the program looks for beside its source, and what a run does not copy."""
     only: Collection[str] = ()
     """Keys of the disturbances that are tried; none: all."""
 
 
 def rehearse(setting: RehearsalSetting, scope: Scope, *, say: Callable[[str], None]) -> Rehearsal:
-    not_copied: Sequence[str] = ()
-    """What the program looks for beside its source, and what a run does not copy."""
     """Runs a whole rehearsal, and returns what it has found out.
 
     Args:
@@ -141,6 +146,7 @@ def _undisturbed(setting: RehearsalSetting, scope: Scope) -> tuple[Course, Undis
         has_joined=kind == REPORTS,
         is_shell=scope.is_shell,
         last_words=start.last_words,
+        first_mark_cpu_s=start.first_mark_cpu_s,
         files=start.files,
         saved_at=0 if watch.saved_at is None and _has_saved(start) else watch.saved_at,
         notice=scope.notice,
@@ -234,7 +240,7 @@ def _disturbances(scope: Scope, undisturbed: Undisturbed, *, start_s: float) -> 
             place=middle.place,
         ),
         Disturbance(key="killed", label=LABELS["killed"] + at, signals=KILLED, place=middle.place),
-        Disturbance(key="start", label=LABELS["start"], signals=soft, after_s=0.6 * start_s),
+        _in_start(undisturbed, soft, start_s=start_s),
     ]
     rows = []
     after_save = _after_first_save(undisturbed)
@@ -262,6 +268,21 @@ def _disturbances(scope: Scope, undisturbed: Undisturbed, *, start_s: float) -> 
             )
         )
     return _only(found, scope), [row for row in rows if not scope.only or row.key in scope.only]
+
+
+def _in_start(undisturbed: Undisturbed, signals: tuple[SignalsAfter, ...], *, start_s: float) -> Disturbance:
+    """Returns what stops a run before its first mark.
+
+    The first start reads libraries from the disk, the next ones from memory, so its seconds say little of theirs.
+    """
+    cpu_s = undisturbed.first_mark_cpu_s
+    return Disturbance(
+        key="start",
+        label=LABELS["start"],
+        signals=signals,
+        after_s=_SHARE_OF_START * start_s if cpu_s is None else None,
+        after_cpu_s=None if cpu_s is None else _SHARE_OF_START * cpu_s,
+    )
 
 
 def _after_first_save(undisturbed: Undisturbed) -> Mark | None:
@@ -307,19 +328,23 @@ def _play_all(
     longest_s = _MARGIN * (start_s + took_s) + 60.0
     kind = undisturbed.kind
 
-    def has_done_enough(reader: MarkReader, seconds: float, *, after: Disturbance | None = None) -> bool:
+    def has_done_enough(reader: MarkReader, seconds: float, *, of: Disturbance, is_again: bool) -> bool:
         seen = reader.by_kind.get(kind, [])
         if kind is None:
             # The first start ends by its signals, whose moment is a time.
-            return after is not None and seconds > 2 * _BLIND_S
-        is_back = after is not None and after.after_s is None
+            return is_again and seconds > 2 * _BLIND_S
         taken = without_skipped(seen, marks)
-        if is_back and len(taken) > MARKS_AFTER and taken[0].place <= marks[0].place:
+        if is_again and of.place is not None and len(taken) > MARKS_AFTER and taken[0].place <= marks[0].place:
             # It has begun anew, and what it does then is known.
             return True
+        if seconds > longest_s:
+            return True
         if undisturbed.is_finished:
-            return seconds > longest_s
-        return seconds > longest_s or bool(seen and seen[-1].place >= marks[-1].place)
+            return False
+        if of.in_save and not is_again:
+            # The undisturbed run was not watched to its second save.
+            return len(seen) > _LONGER_TO_SAVE * len(marks)
+        return bool(seen and seen[-1].place >= marks[-1].place)
 
     words = [f"checkpoint.every_steps={_save_every(undisturbed)}"]
     lock = threading.Lock()
@@ -329,8 +354,8 @@ def _play_all(
             setting,
             disturbance,
             kind=kind,
-            enough=has_done_enough,
-            enough_after=partial(has_done_enough, after=disturbance),
+            enough=partial(has_done_enough, of=disturbance, is_again=False),
+            enough_after=partial(has_done_enough, of=disturbance, is_again=True),
             words=words,
             start_timeout_s=longest_s,
         )

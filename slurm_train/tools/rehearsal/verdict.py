@@ -61,6 +61,8 @@ class Undisturbed:
     """Whether a shell is what the ranks run."""
     last_words: str = ""
     """Its last line."""
+    first_mark_cpu_s: float | None = None
+    """How long its ranks had computed at the first mark, None where that is not seen."""
     files: Mapping[str, tuple[int, int]]
     """At its end."""
     saved_at: int | None = None
@@ -208,7 +210,7 @@ def _judge(course: Course, undisturbed: Undisturbed) -> Row:
     seconds = round(course.seconds, 1)
     first = course.starts[0]
     if first.signalled_s is None:
-        return left_out(key, label, _why_not_signalled(first), seconds=seconds)
+        return left_out(key, label, _why_not_signalled(course, undisturbed), seconds=seconds)
     new_row = partial(
         Row,
         key=key,
@@ -227,8 +229,14 @@ def _judge(course: Course, undisturbed: Undisturbed) -> Row:
     return _judge_return(new_row, course, first, second, undisturbed)
 
 
-def _why_not_signalled(first: StartOfRun) -> str:
+def _why_not_signalled(course: Course, undisturbed: Undisturbed) -> str:
+    first, disturbance = course.starts[0], course.disturbance
     if first.ended_s is None:
+        marks = first.of_kind(undisturbed.kind)
+        if disturbance.in_save and disturbance.place and marks and marks[-1].place >= disturbance.place:
+            return f"it saved only once within {marks[-1].words}"
+        if disturbance.place is None and marks:
+            return "its start was over before the moment came"
         return "it was too slow to come to the moment"
     if first.exit_code == 0:
         return "it ended before the moment came"

@@ -226,7 +226,6 @@ def test_slow_marks_are_enough_to_tell_a_run_that_begins_anew() -> None:
     [
         ({"exit_code": 0}, "ended before"),
         ({"exit_code": 1, "traceback": "OSError: no data"}, "OSError: no data"),
-        ({"ended_s": None}, "too slow"),
     ],
 )
 def test_a_disturbance_that_never_came_says_why(ended: dict[str, object], why: str) -> None:
@@ -254,6 +253,18 @@ def test_what_a_second_start_refuses_by_itself_is_no_fault_and_stands_below_the_
 
 
 def test_a_program_survives_if_a_row_is_good_and_none_is_bad() -> None:
+def test_a_run_that_saved_once_or_started_sooner_was_not_too_slow() -> None:
+    in_save = Disturbance(key="save", label="killed in a save", signals=KILLED, place=(0, 6), in_save=True)
+    first = replace(FIRST, signalled_s=None, ended_s=None)
+    row = judge(Course(disturbance=in_save, starts=(first,), run=None, seconds=1.0), UNDISTURBED)
+    assert row.came_back == "left out, it saved only once within step 8"
+    in_start = Disturbance(key="start", label="", signals=KILLED, after_cpu_s=3.0)
+    row = judge(Course(disturbance=in_start, starts=(first,), run=None, seconds=1.0), UNDISTURBED)
+    assert row.came_back == "left out, its start was over before the moment came"
+    slow = replace(in_save, place=(0, 12))
+    assert "too slow" in judge(Course(disturbance=slow, starts=(first,), run=None, seconds=1.0), UNDISTURBED).came_back
+
+
     good = row_of(FIRST)
     rehearsal = Rehearsal(
         name="a.py", place="", undisturbed="", noise="equal", rows=(good, left_out("epoch", "e", "no")), seconds=1.0
