@@ -32,6 +32,7 @@ from slurm_train.slurm.job_variables import exported, scrubbed
 from slurm_train.slurm.site import site_of
 from slurm_train.supervise.supervisor import on_stop
 from slurm_train.tools.rehearsal.case import RehearsalSetting, SiteNotice
+from slurm_train.tools.rehearsal.otherwise import SHELLS
 from slurm_train.tools.rehearsal.page import PAGE_NAME, render_page
 from slurm_train.tools.rehearsal.rehearsal import LABELS, Scope, place_of, rehearse
 from slurm_train.tools.rehearsal.verdict import Rehearsal
@@ -54,7 +55,6 @@ _NO_TRACKERS = {
 }
 """For the runs: what a program logs stays in its folder."""
 _PATTERN_HINT = "e.g. 'it (?P<step>\\d+) l=(?P<loss>\\S+)'; the group `epoch` is known, too"
-_SHELLS = ("bash", "sh", "zsh")
 
 
 def main(words: Sequence[str]) -> int:
@@ -213,7 +213,7 @@ def _scope(
         longest_s=seconds,
         notice=notice,
         num_parallel=_parallel(plan),
-        is_shell=Path(program.name).name in _SHELLS or program.name.endswith(".sh"),
+        is_shell=Path(program.name).name in SHELLS or program.name.endswith(".sh"),
         other_ranks=_other_ranks(plan, keys.get("run.processes"), is_asked="ranks" in only),
         not_copied=[str(beside) for beside in source.beside],
         only=only,

@@ -90,6 +90,26 @@ def test_a_program_of_the_session_survives_a_kill_and_a_preemption(person: Perso
     assert preempted["losses"].startswith("equal") and killed["losses"].startswith("equal")
 
 
+SEEDED_BY_ITS_SHELL = """
+import os, random, time
+random.seed(int(os.environ["RUN_ID"]))
+step = int(open("last.pt").read()) if os.path.exists("last.pt") else 0
+while step < 60:
+    step += 1
+    open("last.pt", "w").write(str(step))
+    time.sleep(0.2)
+    print(f"step {step} loss {random.random()}", flush=True)
+"""
+
+
+@pytest.mark.full
+def test_a_variable_that_a_shell_sets_anew_at_each_start_is_named(person: Person) -> None:
+    (person.folder / "train.py").write_text(SEEDED_BY_ITS_SHELL)
+    (person.folder / "run.sh").write_text("export RUN_ID=$RANDOM SAME=1\npython train.py\n")
+    words = ("script=[bash,run.sh]", "--steps", "10", "--only", "killed", "--json")
+    (row,) = json.loads(person.types("rehearse", *words, timeout_s=200).out)["rows"]
+    assert (row["outcome"], row["is_good"]) == ("came_back", False) and row["losses"].startswith("differ")
+    assert [fact.partition(";")[0] for fact in row["facts"]] == ["another value at its second start: RUN_ID"]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.status.printed import newest_line
 from slurm_train.tools.rehearsal.folder import Files, changed, copy_folder, files_in, is_checkpoint
 from slurm_train.tools.rehearsal.marks import Mark, MarkReader
+from slurm_train.tools.rehearsal.otherwise import ProgramProcess, read_process
 
 Signal = Literal["CONT", "TERM", "USR2", "KILL"]
 _LOOK_S = 0.05
@@ -38,6 +39,7 @@ _OUTLIVES_S = 6.0
 """Loader workers of torch look every 5 s whether their parent is there."""
 _ENDED_BEFORE_S = 0.5
 """A process below a rank that ends so long before it, after a signal, has not ended with it."""
+_READ_EVERY_S = 0.5
 _BESIDE_RANK = "slurm_train/worker/watcher.py"
 _TAIL_BYTES = 64 * 1024
 _OF_TOOLKIT = (
@@ -149,6 +151,8 @@ class StartOfRun:
     """Processes below its ranks that ran on after their end."""
     ended_before: tuple[str, ...] = ()
     """Those that ended after the signal and before them."""
+    processes: tuple[ProgramProcess, ...] = ()
+    """Its ranks and those below them, but for short ones."""
     resumed_from: str = ""
     """The checkpoint that it has opened for its own resume, "" for none."""
     remarks: tuple[str, ...] = ()
@@ -327,6 +331,7 @@ class _Case:
             saved_steps=() if run is None else _checkpoints(run),
             outlived_by=tuple(sorted(seen.outlived_by)),
             ended_before=tuple(ranks.ended_before()),
+            processes=tuple(ranks.processes()),
             resumed_from="" if run is None else _resumed_from(run, attempt),
             remarks=_remarks(text),
             last_words=newest_line(_of_program(text)),
@@ -498,6 +503,9 @@ class RanksOfStart(Protocol):
     def ended_before(self) -> list[str]:
         """Returns the names of what was below them at the first signal, and ended well before them."""
 
+    def processes(self) -> list[ProgramProcess]:
+        """Returns them and what is below them, as far as it ran for long enough to be no passing helper."""
+
 
 class RanksHere:
     """Processes of this machine: each rank leads a session, as start_local has it."""
@@ -510,6 +518,10 @@ class RanksHere:
         self._at_signal: set[int] | None = None
         self._ended_s: dict[int, float] = {}
         self._last_seen_s = 0.0
+        self._read_s = 0.0
+        self._newest: dict[int, ProgramProcess] = {}
+        self._lasting: dict[int, ProgramProcess] = {}
+        """Those that were the same at two readings; `exec` changes them."""
 
     def look(self) -> None:
         """See `RanksOfStart`."""
@@ -525,6 +537,18 @@ class RanksHere:
             for pid in self._at_signal - self._ended_s.keys():
                 if not is_running(pid, self.below[pid][0]):
                     self._ended_s[pid] = self._last_seen_s
+        if time.monotonic() >= self._read_s + _READ_EVERY_S:
+            self._read_s = time.monotonic()
+            for pid in (*self._ranks, *self._running_below()):
+                self._read_process(pid)
+
+    def _read_process(self, pid: int) -> None:
+        process = read_process(pid)
+        if process is None:
+            return
+        if self._newest.get(pid) == process:
+            self._lasting[pid] = process
+        self._newest[pid] = process
 
     def are_there(self) -> bool:
         """See `RanksOfStart`."""
@@ -562,6 +586,10 @@ class RanksHere:
         latest_s = self._last_seen_s - _ENDED_BEFORE_S
         names = {self.below[pid][1] for pid, ended_s in self._ended_s.items() if ended_s < latest_s}
         return sorted(filter(None, names))
+
+    def processes(self) -> list[ProgramProcess]:
+        """See `RanksOfStart`."""
+        return list(self._lasting.values())
 
     def _running_below(self) -> dict[int, str]:
         return {pid: name for pid, (started, name) in self.below.items() if started and is_running(pid, started)}
@@ -615,6 +643,10 @@ class RanksOfStep:
         return []
 
     def ended_before(self) -> list[str]:
+        """See `RanksOfStart`; processes of other nodes are not seen."""
+        return []
+
+    def processes(self) -> list[ProgramProcess]:
         """See `RanksOfStart`; processes of other nodes are not seen."""
         return []
 

@@ -32,6 +32,11 @@ _TIME = re.compile(
     r"|(?<!\d)\d{2}[-_.:]\d{2}[-_.:]\d{2}(?!\d)|(?<!\d)1[5-9]\d{8}(?!\d)"
 )
 """Dates and times in names: 20261129-003521, 2026-11-29/00-35-21, seconds since 1970."""
+_RANDOM = re.compile(
+    r"(?<![0-9a-zA-Z])(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+    r"|(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{8,40})(?![0-9a-zA-Z])"
+)
+"""A UUID, or hexadecimal digits, of which a word has none: 3f9a1c07."""
 
 
 def copy_folder(source: Path, target: Path, *, without: Collection[Path]) -> None:
@@ -159,34 +164,50 @@ def changed(before: Files, after: Files) -> set[str]:
 
 
 def without_times(name: str) -> str:
-    """Returns a path with its dates and times replaced, e.g. "out/<time>/last.pt"."""
-    return _TIME.sub("<time>", name)
+    """Returns a path with its dates, times and random numbers replaced, e.g. "out/<time>/last.pt"."""
+    return _RANDOM.sub("<id>", _TIME.sub("<time>", name))
 
 
 def renamed_folder(first: Iterable[str], second: Iterable[str]) -> str | None:
-    """Returns where two starts have written into folders that differ by a time or a number, None if they have not.
+    """Returns where two starts have written into folders of other names, None if they have not.
 
-    Numbers of checkpoints say nothing: such a folder counts only if the second start has left it alone.
+    If the first start has written checkpoints, their folders count, else all: a log by time costs nothing. A folder
+    counts if the second start has left it alone, and has written into one that differs by a time or a number, or that
+    holds a file of the same name.
 
     Args:
         first: names that the first start has written.
         second: those of the second.
 
     Returns:
-        Such a name, e.g. "out/<time>/last.pt", "logs/version_<n>/".
+        Such a name, e.g. "out/<time>/last.pt", "logs/version_<n>/", "out/<name>/last.pt".
     """
-    written, again = sorted(first), sorted(second)
-    forms = {without_times(name): name for name in written if without_times(name) != name}
-    for name in again:
-        if forms.get(without_times(name), name) != name:
-            return without_times(name)
-    left_alone = _folders(written) - _folders(again)
-    numbered = {_without_numbers(folder) for folder in left_alone if not _NUMBERED.search(folder)}
-    for folder in sorted(_folders(again) - _folders(written)):
+    written, again = set(first), set(second)
+    saved = set(filter(is_checkpoint, written))
+    left_alone = _folders(saved or written) - _folders(again) | (saved - again)
+    new = sorted((_folders(again) - _folders(written)) | (again - written))
+    for name in sorted(saved or written):
+        forms = {without_times(place): place for place in (name, *_folders([name])) if place in left_alone}
+        for place in new:
+            form = without_times(place)
+            if form in forms and form != forms[form]:
+                return without_times(name)
+    numbered = {_without_numbers(folder) for folder in left_alone - saved if not _NUMBERED.search(folder)}
+    new_folders = [folder for folder in new if folder not in again]
+    for folder in new_folders:
         form = _without_numbers(folder)
         if form in numbered and form != folder:
             return f"{form}/"
+    for folder in new_folders:
+        for other in sorted(left_alone - saved):
+            common = _inside(folder, again) & _inside(other, written)
+            if Path(folder).parent == Path(other).parent and common and not _NUMBERED.search(other):
+                return str(Path(other).with_name("<name>") / min(common))
     return None
+
+
+def _inside(folder: str, names: Iterable[str]) -> set[str]:
+    return {name.removeprefix(f"{folder}/") for name in names if name.startswith(f"{folder}/")}
 
 
 def _folders(names: Iterable[str]) -> set[str]:

@@ -16,6 +16,7 @@ from slurm_train.rundir.ledger import Action
 from slurm_train.tools.rehearsal.case import Course, SiteNotice, StartOfRun
 from slurm_train.tools.rehearsal.folder import in_folders, is_checkpoint, renamed_folder
 from slurm_train.tools.rehearsal.marks import Mark, without_skipped
+from slurm_train.tools.rehearsal.otherwise import other_names
 
 MARKS_AFTER = 4
 """So many are wanted behind the place of the disturbance."""
@@ -479,7 +480,9 @@ def _facts(course: Course, undisturbed: Undisturbed) -> tuple[str, ...]:
     if first.killed_by_notice:
         given_s = sum(signals.wait_s for signals in course.disturbance.signals)
         facts.append(f"did not end within {duration(given_s)}, and was killed")
-    if undisturbed.is_shell and is_asked:
+    # It may have given its place to the program by `exec`. In an allocation its processes are not seen.
+    is_shell = undisturbed.is_shell and (not first.processes or any(process.is_shell for process in first.processes))
+    if is_shell and is_asked:
         facts.append("the signal reaches the shell alone, not the program that it has started: begin that with `exec`")
     end = first.end
     if end is not None and end.exit_code == 0 and end.action is not Action.FINISH and is_asked:
@@ -497,6 +500,14 @@ def _facts(course: Course, undisturbed: Undisturbed) -> tuple[str, ...]:
         facts.append(f"cut: {shorten(cut, 2)}")
     if course.disturbance.in_save and not first.was_in_save:
         facts.append("no save was under way")
+    # Other words of this package give the ranks other variables.
+    is_same_again = len(course.starts) > 1 and not course.disturbance.words_after
+    others = other_names(first.processes, course.starts[1].processes) if is_same_again else []
+    if others:
+        facts.append(
+            f"another value at its second start: {shorten(others, 4)}; $SLURM_TRAIN_RUN_DIR stays the same, to make "
+            f"names and seeds from ({FOLDERS})"
+        )
     return tuple(facts)
 
 

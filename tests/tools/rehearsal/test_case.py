@@ -63,6 +63,24 @@ def test_a_child_that_ends_after_the_signal_and_before_its_rank_is_known(supervi
     supervisor.wait(60)
 
 
+def test_the_time_that_ranks_and_their_children_compute_is_known_and_what_lasts_is_read(
+    supervisor_of: Start,
+) -> None:
+    # A shell that waits for a child that computes.
+    supervisor = supervisor_of(f'{_RANK} RUN_ID=7 sh -c "$1" & wait', "sh -c 'while :; do :; done' & wait")
+    ranks = RanksHere(supervisor)
+
+    def has_computed() -> bool:
+        ranks.look()
+        return (ranks.cpu_s() or 0.0) > 0.3 and len(ranks.processes()) == 2
+
+    wait_for(has_computed, within_s=60, what="a child that computes")
+    assert all("RUN_ID" in process.variables and process.is_shell for process in ranks.processes())
+    ranks.send("KILL")
+    assert ranks.end_survivors(within_s=0.1) != []
+    supervisor.wait(60)
+
+
 def test_what_this_package_starts_beside_a_rank_is_not_said_to_outlive_it(supervisor_of: Start, tmp_path: Path) -> None:
     watcher = Path(slurm_train.__file__).parent / "worker/watcher.py"
     sleeps = tmp_path / "slurm_train/worker" / watcher.name

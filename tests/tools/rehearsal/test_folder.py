@@ -80,6 +80,13 @@ def test_what_a_run_has_written_is_known(tmp_path: Path) -> None:
         ("exp_1795912781/x", "exp_1795912799/x", True),
         ("logs/version_0/a/metrics.csv", "logs/version_1/a/metrics.csv", True),
         ("results/000-DiT/log.txt", "results/001-DiT/log.txt", True),
+        ("out/3f9a1c07/last.pt", "out/b2220de1/last.pt", True),
+        ("out/a-6fa459ea-ee8a-3ca4-894e-db77e160355e.pt", "out/a-16fd2706-8baf-433b-82eb-8c7fada847da.pt", True),
+        ("out/brave-fox/last.pt", "out/shy-owl/last.pt", True),
+        ("ckpt_20261129-003521.pt", "ckpt_20261129-003611.pt", True),
+        # A log by time keeps no program from going on.
+        ("train_20261129-003521.log", "train_20261129-003611.log", False),
+        ("out/deadbeef/last.pt", "out/log.txt", False),
         ("step_00000100.pt", "step_00000200.pt", False),
         ("out/checkpoint-10/model.pt", "out/checkpoint-20/model.pt", False),
         ("out/samples_1/a.png", "out/log.txt", False),
@@ -88,6 +95,17 @@ def test_what_a_run_has_written_is_known(tmp_path: Path) -> None:
 )
 def test_folders_that_differ_in_a_time_or_a_number_alone_are_found(first: str, second: str, is_found: bool) -> None:
     assert (renamed_folder([first], [second]) is not None) is is_found
+
+
+def test_a_folder_by_time_without_the_checkpoints_is_not_why_they_were_not_loaded() -> None:
+    first = ["out/last.pt", "logs/20261129-003521/events"]
+    assert renamed_folder(first, ["out/last.pt", "logs/20261129-003611/events"]) is None
+    assert renamed_folder(first[1:], ["logs/20261129-003611/events"]) == "logs/<time>/events"
+
+
+def test_the_folder_of_the_checkpoints_counts_before_the_second_start_has_saved() -> None:
+    first = ["out/20261129-003521/last.pt", "out/20261129-003521/log"]
+    assert renamed_folder(first, ["out/20261129-003611/log"]) == "out/<time>/last.pt"
 
 
 def test_a_checkpoint_of_many_files_has_one_name() -> None:

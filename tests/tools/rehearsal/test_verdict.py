@@ -19,6 +19,7 @@ from slurm_train.tools.rehearsal.case import (
     preemption,
 )
 from slurm_train.tools.rehearsal.marks import REPORTS, Mark
+from slurm_train.tools.rehearsal.otherwise import ProgramProcess
 from slurm_train.tools.rehearsal.page import render_page
 from slurm_train.tools.rehearsal.verdict import Rehearsal, ReturnOutcome, Row, Undisturbed, judge, left_out, noise_of
 
@@ -185,6 +186,24 @@ def test_children_that_ended_before_it_are_noted_where_it_does_not_come_back() -
     assert not row_of(first).facts
 
 
+def test_another_value_at_the_second_start_is_noted_by_its_name_alone() -> None:
+    def of_start(run_id: int, num_threads: int = 1) -> tuple[ProgramProcess, ...]:
+        return (ProgramProcess(("bash", "run.sh"), {"RUN_ID": run_id, "OMP_NUM_THREADS": num_threads}),)
+
+    first = replace(FIRST, processes=of_start(17))
+    (fact,) = row_of(first, replace(SECOND, processes=of_start(18))).facts
+    assert fact.startswith("another value at its second start: RUN_ID;") and "18" not in fact
+    assert not row_of(first, replace(SECOND, processes=of_start(17))).facts
+
+
+def test_a_shell_that_has_given_its_place_to_the_program_keeps_no_signal_from_it() -> None:
+    def facts_of(*words: str) -> tuple[str, ...]:
+        return row_of(replace(FIRST, processes=(ProgramProcess(words, {}),)), is_shell=True).facts
+
+    assert any("begin that with `exec`" in fact for fact in facts_of("/bin/bash", "run.sh"))
+    assert not facts_of("python", "train.py")
+
+
 def test_differences_within_the_noise_of_two_undisturbed_runs_are_no_fault() -> None:
     other = replace(SECOND, marks={REPORTS: marks(range(9, 17), shift=0.01)})
     assert row_of(FIRST, other).is_good is False
@@ -235,6 +254,18 @@ def test_a_disturbance_that_never_came_says_why(ended: dict[str, object], why: s
     assert "was not judged" in rehearsal.text() and "AFTER IT WAS" not in rehearsal.text()
 
 
+def test_a_run_that_saved_once_or_started_sooner_was_not_too_slow() -> None:
+    in_save = Disturbance(key="save", label="killed in a save", signals=KILLED, place=(0, 6), in_save=True)
+    first = replace(FIRST, signalled_s=None, ended_s=None)
+    row = judge(Course(disturbance=in_save, starts=(first,), run=None, seconds=1.0), UNDISTURBED)
+    assert row.came_back == "left out, it saved only once within step 8"
+    in_start = Disturbance(key="start", label="", signals=KILLED, after_cpu_s=3.0)
+    row = judge(Course(disturbance=in_start, starts=(first,), run=None, seconds=1.0), UNDISTURBED)
+    assert row.came_back == "left out, its start was over before the moment came"
+    slow = replace(in_save, place=(0, 12))
+    assert "too slow" in judge(Course(disturbance=slow, starts=(first,), run=None, seconds=1.0), UNDISTURBED).came_back
+
+
 @pytest.mark.parametrize(("last_words", "advice"), [("it=3", "'it=3': name the form"), ("", "it printed nothing")])
 def test_a_program_that_does_not_say_its_step_is_told_its_last_line(last_words: str, advice: str) -> None:
     row = row_of(FIRST, kind=None, marks=(), last_words=last_words)
@@ -253,18 +284,6 @@ def test_what_a_second_start_refuses_by_itself_is_no_fault_and_stands_below_the_
 
 
 def test_a_program_survives_if_a_row_is_good_and_none_is_bad() -> None:
-def test_a_run_that_saved_once_or_started_sooner_was_not_too_slow() -> None:
-    in_save = Disturbance(key="save", label="killed in a save", signals=KILLED, place=(0, 6), in_save=True)
-    first = replace(FIRST, signalled_s=None, ended_s=None)
-    row = judge(Course(disturbance=in_save, starts=(first,), run=None, seconds=1.0), UNDISTURBED)
-    assert row.came_back == "left out, it saved only once within step 8"
-    in_start = Disturbance(key="start", label="", signals=KILLED, after_cpu_s=3.0)
-    row = judge(Course(disturbance=in_start, starts=(first,), run=None, seconds=1.0), UNDISTURBED)
-    assert row.came_back == "left out, its start was over before the moment came"
-    slow = replace(in_save, place=(0, 12))
-    assert "too slow" in judge(Course(disturbance=slow, starts=(first,), run=None, seconds=1.0), UNDISTURBED).came_back
-
-
     good = row_of(FIRST)
     rehearsal = Rehearsal(
         name="a.py", place="", undisturbed="", noise="equal", rows=(good, left_out("epoch", "e", "no")), seconds=1.0
