@@ -513,9 +513,10 @@ class RanksHere:
     def __init__(self, supervisor: subprocess.Popen[bytes]) -> None:
         self._supervisor = supervisor
         self._ranks: dict[int, str] = {}
-        self.below: dict[int, tuple[str, str]] = {}
-        """Process -> its start and its name, of all that were seen below a rank."""
-        self._at_signal: set[int] | None = None
+        self._below: dict[int, str] = {}
+        """Process -> its start, of all that were seen below a rank."""
+        self._at_signal: dict[int, str] | None = None
+        """Process -> its name, of what was below them at the first signal."""
         self._ended_s: dict[int, float] = {}
         self._last_seen_s = 0.0
         self._read_s = 0.0
@@ -530,16 +531,16 @@ class RanksHere:
                 self._ranks[pid] = start_ticks(pid)
         for rank in self._ranks:
             for pid in descendants(rank):
-                if pid not in self.below:
-                    self.below[pid] = (start_ticks(pid), _name(pid))
+                if pid not in self._below:
+                    self._below[pid] = start_ticks(pid)
         if self._at_signal is not None and not self.have_ended():
             self._last_seen_s = time.monotonic()
-            for pid in self._at_signal - self._ended_s.keys():
-                if not is_running(pid, self.below[pid][0]):
+            for pid in self._at_signal.keys() - self._ended_s.keys():
+                if not is_running(pid, self._below[pid]):
                     self._ended_s[pid] = self._last_seen_s
         if time.monotonic() >= self._read_s + _READ_EVERY_S:
             self._read_s = time.monotonic()
-            for pid in (*self._ranks, *self._running_below()):
+            for pid in (*self._ranks, *self._running()):
                 self._read_process(pid)
 
     def _read_process(self, pid: int) -> None:
@@ -560,12 +561,12 @@ class RanksHere:
 
     def cpu_s(self) -> float | None:
         """See `RanksOfStart`."""
-        return sum(cpu_s(pid) for pid in (*self._ranks, *self._running_below()))
+        return sum(cpu_s(pid) for pid in (*self._ranks, *self._running()))
 
     def send(self, name: Signal) -> None:
         """See `RanksOfStart`."""
         if self._at_signal is None:
-            self._at_signal = set(self._running_below())
+            self._at_signal = self.running_below()
         for pid, started in self._ranks.items():
             if is_running(pid, started):
                 with contextlib.suppress(ProcessLookupError):
@@ -574,7 +575,7 @@ class RanksHere:
     def end_survivors(self, *, within_s: float) -> list[str]:
         """See `RanksOfStart`."""
         deadline = time.monotonic() + within_s
-        while (running := self._running_below()) and time.monotonic() < deadline:
+        while (running := self.running_below()) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
@@ -584,15 +585,21 @@ class RanksHere:
     def ended_before(self) -> list[str]:
         """See `RanksOfStart`."""
         latest_s = self._last_seen_s - _ENDED_BEFORE_S
-        names = {self.below[pid][1] for pid, ended_s in self._ended_s.items() if ended_s < latest_s}
+        at_signal = self._at_signal or {}
+        names = {at_signal[pid] for pid, ended_s in self._ended_s.items() if ended_s < latest_s}
         return sorted(filter(None, names))
 
     def processes(self) -> list[ProgramProcess]:
         """See `RanksOfStart`."""
         return list(self._lasting.values())
 
-    def _running_below(self) -> dict[int, str]:
-        return {pid: name for pid, (started, name) in self.below.items() if started and is_running(pid, started)}
+    def running_below(self) -> dict[int, str]:
+        """Returns the processes that run below a rank now, each with its name."""
+        # Asked anew: a child that was first seen before its `exec` had the name of its parent.
+        return {pid: _name(pid) for pid in self._running()}
+
+    def _running(self) -> list[int]:
+        return [pid for pid, started in self._below.items() if started and is_running(pid, started)]
 
 
 class RanksOfStep:

@@ -49,7 +49,7 @@ def test_a_child_that_ends_after_the_signal_and_before_its_rank_is_known(supervi
 
     def has_child() -> bool:
         ranks.look()
-        return is_ready.exists() and any(name == "sleep 61" for _, name in ranks.below.values())
+        return is_ready.exists() and "sleep 61" in ranks.running_below().values()
 
     def have_ended() -> bool:
         ranks.look()
@@ -93,7 +93,7 @@ def test_what_this_package_starts_beside_a_rank_is_not_said_to_outlive_it(superv
 
     def has_both() -> bool:
         ranks.look()
-        return len(ranks.below) == 2
+        return sorted(ranks.running_below().values()) == ["", "sleep 64"]
 
     wait_for(has_both, within_s=60, what="the rank and what it starts")
     ranks.send("KILL")
