@@ -23,6 +23,7 @@ from slurm_train.rundir.files import read_json, read_tail
 from slurm_train.rundir.ledger import End, read_attempt
 from slurm_train.rundir.own_resume import read_own_resume, was_taken
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
+from slurm_train.session.client import RUN_DIR
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.status.printed import newest_line
@@ -159,6 +160,7 @@ class StartOfRun:
     """What this package has printed about it."""
     last_words: str = ""
     traceback: str = ""
+    """The line of its error, with the run's directory as its variable."""
     not_copied: str = ""
     """What its error is about: a place in its folder that the run's copy of the code has not, "" for none."""
 
@@ -335,7 +337,7 @@ class _Case:
             resumed_from="" if run is None else _resumed_from(run, attempt),
             remarks=_remarks(text),
             last_words=newest_line(_of_program(text)),
-            traceback=error_line(text),
+            traceback=error_line(text if run is None else text.replace(str(run.path), f"${RUN_DIR}")),
             not_copied=self._not_copied(attempt),
         )
 

@@ -158,6 +158,32 @@ def files_in(folder: Path, *, without: Iterable[str] = ()) -> dict[str, tuple[in
     return files
 
 
+def unfinished_in(error: str, files: Files, expected: Files) -> str:
+    """Returns the checkpoint folder that an error names and that was not written to its end, "" for none.
+
+    Another one of its kind, e.g. "out/checkpoint-10/" of "out/checkpoint-20/", has a file that it lacks, or a much
+    larger one.
+
+    Args:
+        error: a line with a path.
+        files: all that were there.
+        expected: those of a run that was not disturbed.
+    """
+    sizes = {name: size for name, (size, _) in (*expected.items(), *files.items()) if is_checkpoint(name)}
+    folders = [name.rstrip("/") for name in in_folders(sizes) if name.endswith("/")]
+    for folder in folders:
+        if not re.search(re.escape(folder) + r"(?!\w)", error):
+            continue
+        present = _inside(folder, files)
+        others = [other for other in folders if _without_numbers(other) == _without_numbers(folder)]
+        for other in others:
+            for name in _inside(other, sizes):
+                size = files[f"{folder}/{name}"][0] if name in present else -1
+                if size < sizes[f"{other}/{name}"] / 2:
+                    return f"{folder}/"
+    return ""
+
+
 def changed(before: Files, after: Files) -> set[str]:
     """Returns the files that are new or have changed."""
     return {name for name, status in after.items() if before.get(name) != status}

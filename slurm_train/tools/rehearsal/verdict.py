@@ -14,7 +14,7 @@ from typing import Any
 from slurm_train.formatting import count, duration, number, shorten, table
 from slurm_train.rundir.ledger import Action
 from slurm_train.tools.rehearsal.case import Course, SiteNotice, StartOfRun
-from slurm_train.tools.rehearsal.folder import in_folders, is_checkpoint, renamed_folder
+from slurm_train.tools.rehearsal.folder import in_folders, is_checkpoint, renamed_folder, unfinished_in
 from slurm_train.tools.rehearsal.marks import Mark, without_skipped
 from slurm_train.tools.rehearsal.otherwise import other_names
 
@@ -226,7 +226,7 @@ def _judge(course: Course, undisturbed: Undisturbed) -> Row:
     if second is None:
         return left_out(key, label, "the rehearsal was stopped", seconds=seconds)
     if undisturbed.kind is None:
-        return _without_marks(new_row, second, undisturbed)
+        return _without_marks(new_row, first, second, undisturbed)
     return _judge_return(new_row, course, first, second, undisturbed)
 
 
@@ -279,9 +279,9 @@ def _of_total(mark: Mark | None, undisturbed: Undisturbed) -> str:
     return f"{words} of {total}"
 
 
-def _without_marks(new_row: _NewRow, second: StartOfRun, undisturbed: Undisturbed) -> Row:
+def _without_marks(new_row: _NewRow, first: StartOfRun, second: StartOfRun, undisturbed: Undisturbed) -> Row:
     if second.ended_s is not None and second.exit_code != 0:
-        return _never_started(new_row, second)
+        return _never_started(new_row, first, second, undisturbed)
     advice = (
         f"nothing in its log says how far it is, such as {undisturbed.last_words[:_LONGEST_QUOTE]!r}: name the form of "
         "its lines by --pattern 'step (?P<step>\\d+)', or wait longer for the first one: --seconds"
@@ -296,17 +296,22 @@ def _without_steps_again(
     new_row: _NewRow, course: Course, second: StartOfRun, last: Mark | None, undisturbed: Undisturbed
 ) -> Row:
     """Returns the row of a run whose second start took no step."""
+    first = course.starts[0]
     has_done_all = undisturbed.is_finished and last is not None and last.place >= undisturbed.marks[-1].place
     if has_done_all and second.is_finished:
         return new_row(
             outcome=ReturnOutcome.CAME_BACK, is_good=True, came_back="had nothing left to do", repeated=0, left_out=0
         )
     if second.ended_s is None:
-        return replace(_never_started(new_row, second), came_back="never came to a step again")
+        return replace(_never_started(new_row, first, second, undisturbed), came_back="never came to a step again")
     if second.exit_code == 2 and course.disturbance.words_after:
         refusal = (second.traceback or second.last_words)[:_LONGEST_QUOTE]
         return new_row(outcome=ReturnOutcome.REFUSED, is_good=None, came_back=f"refused: {refusal}")
-    return _ended_early(new_row, last, undisturbed) if second.exit_code == 0 else _never_started(new_row, second)
+    return (
+        _ended_early(new_row, last, undisturbed)
+        if second.exit_code == 0
+        else _never_started(new_row, first, second, undisturbed)
+    )
 
 
 def _judge_return(
@@ -355,7 +360,9 @@ def _judge_return(
         return _ended_early(new_row, marks_after[-1], undisturbed)
     if second.ended_s is not None and second.exit_code != 0:
         came_back = f"failed again at {marks_after[-1].words}"
-        return replace(_never_started(new_row, second), outcome=ReturnOutcome.FAILED_AGAIN, came_back=came_back)
+        return replace(
+            _never_started(new_row, first, second, undisturbed), outcome=ReturnOutcome.FAILED_AGAIN, came_back=came_back
+        )
     if with_others:
         return _with_changed_samples(row, with_others[0])
     if difference is not None and _are_others(
@@ -418,15 +425,15 @@ def _error(start: StartOfRun) -> str:
     return (start.traceback or start.last_words or f"exit code {start.exit_code}")[:_LONGEST_QUOTE]
 
 
-def _never_started(new_row: _NewRow, second: StartOfRun) -> Row:
+def _never_started(new_row: _NewRow, first: StartOfRun, second: StartOfRun, undisturbed: Undisturbed) -> Row:
     error = _error(second)
-    advice, see = _of_error(error, second)
+    advice, see = _of_error(error, first, second, undisturbed)
     return new_row(
         outcome=ReturnOutcome.NEVER_STARTED, is_good=False, came_back="never started again", advice=advice, see=see
     )
 
 
-def _of_error(error: str, second: StartOfRun) -> tuple[str, str]:
+def _of_error(error: str, first: StartOfRun, second: StartOfRun, undisturbed: Undisturbed) -> tuple[str, str]:
     """Returns what to change where a second start ends with an error, and the page that says how."""
     if _EXISTS.search(error):
         words = "it refuses the folder of its first start: name its own word for a resume, `own_resume.words`"
@@ -435,6 +442,10 @@ def _of_error(error: str, second: StartOfRun) -> tuple[str, str]:
         names = shorten(sorted(second.beside_source), 2)
         words = f"it writes beside its source ({names}): give it a folder below $SLURM_TRAIN_RUN_DIR"
         return f"{error!r}: {words}", FOLDERS
+    unfinished = unfinished_in(second.traceback, first.files, undisturbed.files)
+    if unfinished:
+        words = f"it chooses {unfinished}, which was not written to its end"
+        return f"{error!r}: {words}: choose the newest that is whole, or save by the session", LINES
     if _CUT_FILE.search(error):
         return f"{error!r}: it loads a file that was cut: write beside it and rename, or save by the session", LINES
     return f"its second start ends with {error!r}", TROUBLE

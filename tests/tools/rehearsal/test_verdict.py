@@ -153,6 +153,24 @@ def test_a_run_that_never_starts_again_is_quoted(error: str, facts: dict[str, ob
     assert error in row.advice and advice in row.advice
 
 
+@pytest.mark.parametrize(
+    ("files", "is_whole"),
+    [
+        ({"out/checkpoint-5/config.json": (9, 0)}, False),
+        ({"out/checkpoint-5/config.json": (9, 0), "out/checkpoint-5/optimizer.pt": (0, 0)}, False),
+        ({"out/checkpoint-5/config.json": (9, 0), "out/checkpoint-5/optimizer.pt": (90, 0)}, True),
+    ],
+)
+def test_a_checkpoint_that_was_not_written_to_its_end_is_why_a_run_does_not_start(
+    files: dict[str, tuple[int, int]], is_whole: bool
+) -> None:
+    whole = {"out/checkpoint-50/config.json": (9, 0), "out/checkpoint-50/optimizer.pt": (90, 0)}
+    second = failed("ValueError: no valid checkpoint at $SLURM_TRAIN_RUN_DIR/out/checkpoint-5")
+    row = row_of(replace(FIRST, files=files), second, files=whole)
+    assert (row.is_good, row.outcome) == (False, ReturnOutcome.NEVER_STARTED)
+    assert ("chooses out/checkpoint-5/, which was not written to its end" in row.advice) is not is_whole
+
+
 def test_a_kill_before_the_first_save_of_a_program_of_the_session_says_nothing() -> None:
     row = row_of(FIRST, replace(SECOND, marks={REPORTS: marks(range(1, 6))}), key="killed", has_joined=True)
     assert row.is_good is None and any("not saved yet" in fact for fact in row.facts)
