@@ -1,4 +1,4 @@
-"""Writes the loop into docs/callbacks.md: when the trainer calls each hook and each part, from the code itself.
+"""Writes the loop into docs/training-loop.md: when the trainer calls each hook and each part, from the code itself.
 
 python .ci/write_loop.py            # writes it
 python .ci/write_loop.py --check    # says whether it is up to date
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGE = REPOSITORY / "docs" / "callbacks.md"
+PAGE = REPOSITORY / "docs" / "training-loop.md"
 BEGIN = "<!-- loop: written by .ci/write_loop.py -->"
 TRAIN = REPOSITORY / "slurm_train" / "train"
 PARTS = {

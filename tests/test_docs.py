@@ -438,11 +438,13 @@ def rows_under(heading: str, page: str) -> list[tuple[str, str]]:
 
 
 def test_the_page_about_watching_has_every_state_and_every_key_of_the_json(tmp_path: Path) -> None:
-    page = (REPOSITORY / "docs" / "watching.md").read_text(encoding="utf-8")
+    docs = REPOSITORY / "docs"
+    page = (docs / "watching.md").read_text(encoding="utf-8")
     assert [word for word, _ in rows_under("States", page)] == [state.value for state in RunState]
     run = RunDirectory(tmp_path)
     keys = {*status_of(Element(run=run), read_files(run), KnownJobs(), now_unix_s=0.0).as_json()}
-    rows = {key for key, _ in rows_under("JSON", page)}
+    table = (docs / "status-json.md").read_text(encoding="utf-8")
+    rows = {key for key, _ in rows_under("Keys", table)}
     assert (keys - rows, rows - keys) == (set(), set()), "keys without a row, rows without a key"
 
 

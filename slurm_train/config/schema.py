@@ -630,7 +630,7 @@ class RunConfig:
     """Code that is called at moments of the training, a list of `_target_`s: [callbacks](callbacks.md)."""
     notify: list[str] = field(default_factory=list)
     """Who is told that the run has finished, failed for good, hung, or was requeued again and again: commands, or
-    webhooks as `file:PATH` or `env:NAME`: [being told](watching.md#being-told)."""
+    webhooks as `file:PATH` or `env:NAME`: [being told](notifications.md)."""
     parallel: ParallelSection = ParallelSection()
     cluster: ClusterSection | None = None
     """`+cluster=4x8` asks Slurm for 4 nodes with 8 GPUs each."""

@@ -141,7 +141,7 @@ class Notifier:
                 _post(_address(place["kind"], place["place"], self._env), message)
         except Exception as err:  # a message that cannot be sent must not end the run
             # An error of urllib may have the address in it.
-            self._say(f"notify: {_name(entry)}: {type(err).__name__}; see docs/watching.md#being-told")
+            self._say(f"notify: {_name(entry)}: {type(err).__name__}; see docs/notifications.md")
 
     def _run_command(self, words: Sequence[str], message: Message) -> None:
         with subprocess.Popen(

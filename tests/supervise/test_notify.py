@@ -154,9 +154,9 @@ def _runs(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("entry", "line"),
     [
-        ("env:HOOK", "notify: env:HOOK: HTTPError; see docs/watching.md#being-told"),
-        ("env:NOT_SET", "notify: env:NOT_SET: LookupError; see docs/watching.md#being-told"),
-        ("no-such-program --flag", "notify: no-such-program: FileNotFoundError; see docs/watching.md#being-told"),
+        ("env:HOOK", "notify: env:HOOK: HTTPError; see docs/notifications.md"),
+        ("env:NOT_SET", "notify: env:NOT_SET: LookupError; see docs/notifications.md"),
+        ("no-such-program --flag", "notify: no-such-program: FileNotFoundError; see docs/notifications.md"),
         (
             f"{sys.executable} -c 'import sys; sys.exit(\"no mail here\")'",
             f"{sys.executable} ended with code 1: no mail here",
