@@ -17,7 +17,8 @@ help:  ## list the targets
 $(VENV)/.train: pyproject.toml constraints.txt
 	@echo "== setting up a virtual environment in $(VENV) (your own Python is not touched)"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install $(CONSTRAINTS) torch
+	@# Without wheel the pip of Debian 12 warns of a dependency that has only a setup.py.
+	$(PIP) install $(CONSTRAINTS) torch wheel
 	$(PIP) install $(CONSTRAINTS) --editable .
 	@touch $@
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from slurm_train.cli.terminal import note, working_folder
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
+from slurm_train.formatting import count
 from slurm_train.mounts import Mount, mount_of
 from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
@@ -218,5 +219,5 @@ def _print_record(run: RunDirectory, *, as_json: bool) -> int:
             print(line)
         for finding in findings:
             print(f"{finding.level}: {finding.line}")
-        note(f"{len(findings)} findings in {record.get('seconds', 0):g} s")
+        note(f"{count(len(findings), 'finding')} in {record.get('seconds', 0):g} s")
     return EXIT_FAILURE if errors_of(findings) else EXIT_DONE

@@ -45,7 +45,6 @@ NOT_TYPED = {
     r"touch runs/": "needs a run: test_returns_on_slurm.py",
     rf"{OURS}.*after=": "needs a run: tests/cli",
     rf"(cd examples; )?{OURS}(?!(plan|write|prepare|completion|doctor)( |$))(?!.*(\+cluster|--cfg))": "trains here",
-    rf"{OURS}plan --measure": "trains here",
     rf"{OURS}.*model.path=(org/name|DIR|llama|my-llama)": "needs a model: test_pretrained_here.py, test_hub_here.py",
 }
 
