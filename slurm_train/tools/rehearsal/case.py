@@ -28,7 +28,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.status.printed import newest_line
 from slurm_train.tools.rehearsal.folder import Files, changed, copy_folder, files_in, is_checkpoint
-from slurm_train.tools.rehearsal.marks import Mark, MarkReader
+from slurm_train.tools.rehearsal.marks import NOTES, Mark, MarkReader
 from slurm_train.tools.rehearsal.otherwise import ProgramProcess, read_process
 
 Signal = Literal["CONT", "TERM", "USR2", "KILL"]
@@ -336,7 +336,7 @@ class _Case:
             processes=tuple(ranks.processes()),
             resumed_from="" if run is None else _resumed_from(run, attempt),
             remarks=_remarks(text),
-            last_words=newest_line(_of_program(text)),
+            last_words=newest_line(of_program(text)),
             traceback=error_line(text if run is None else text.replace(str(run.path), f"${RUN_DIR}")),
             not_copied=self._not_copied(attempt),
         )
@@ -701,8 +701,9 @@ def _remarks(text: str) -> tuple[str, ...]:
     return tuple(line.removeprefix("slurm_train: ") for line in text.splitlines() if line.startswith(_OWN_LINES))
 
 
-def _of_program(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if not line.startswith(_OWN_LINES))
+def of_program(text: str) -> str:
+    """Returns the lines of a log that are not of this package."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith(NOTES))
 
 
 _ERROR = re.compile(r"^(?:[\w.]+(?:Error|Exception|Interrupt)\b.*|.*\b(?:[Ee]rror|ERROR)\b.*)$", re.MULTILINE)

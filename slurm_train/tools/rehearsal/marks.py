@@ -22,7 +22,7 @@ _LOSS = re.compile(
 )
 _LOSS_OF_TABLE = re.compile(r"\|\s*loss\s*\|")
 _OWN = "pattern"
-_NOTES = ("slurm_train: ", "error: ", "hint: ", "  run ", "  ranks ", "  warning ")
+NOTES = ("slurm_train: ", "error: ", "hint: ", "  run ", "  ranks ", "  warning ")
 """How lines of this package begin, which are in the same file."""
 
 
@@ -93,7 +93,7 @@ class MarkReader:
         return plain(new[:end].decode(errors="replace")).splitlines()
 
     def _take_line(self, line: str, now_s: float) -> None:
-        if line.startswith(_NOTES):
+        if line.startswith(NOTES):
             return
         match = _LOSS.search(line)
         loss = float(match[1]) if match else None

@@ -303,7 +303,14 @@ def _without_steps_again(
             outcome=ReturnOutcome.CAME_BACK, is_good=True, came_back="had nothing left to do", repeated=0, left_out=0
         )
     if second.ended_s is None:
-        return replace(_never_started(new_row, first, second, undisturbed), came_back="never came to a step again")
+        return new_row(
+            outcome=ReturnOutcome.NEVER_STARTED,
+            is_good=False,
+            came_back="never came to a step again",
+            advice="it was given four times what the undisturbed run took, and a minute: it waits for what is "
+            "not there, or this machine was busy with something else",
+            see=TROUBLE,
+        )
     if second.exit_code == 2 and course.disturbance.words_after:
         refusal = (second.traceback or second.last_words)[:_LONGEST_QUOTE]
         return new_row(outcome=ReturnOutcome.REFUSED, is_good=None, came_back=f"refused: {refusal}")

@@ -14,7 +14,7 @@ import pytest
 
 import slurm_train
 from slurm_train.processes import descendants
-from slurm_train.tools.rehearsal.case import RanksHere, end_supervisor, error_line
+from slurm_train.tools.rehearsal.case import RanksHere, end_supervisor, error_line, of_program
 from tests.support.waiting import wait_for
 
 _RANK = "SLURM_TRAIN_ATTEMPT=0 RANK=0"
@@ -124,3 +124,8 @@ def test_a_rank_that_is_started_at_the_end_of_a_case_is_ended_too(supervisor_of:
 )
 def test_an_error_is_quoted_by_its_own_words(log: str, expected: str) -> None:
     assert error_line(log) == expected
+
+
+def test_lines_of_this_package_are_no_words_of_the_program() -> None:
+    assert of_program("  run    /r/a/1f\n  ranks  1 = this machine\nloading\nslurm_train: ended\n") == "loading"
+    assert of_program("  run    /r/a/1f\n  ranks  1 = this machine\n") == ""

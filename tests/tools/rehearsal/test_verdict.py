@@ -171,6 +171,12 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_why_a_run_does_not_star
     assert ("chooses out/checkpoint-5/, which was not written to its end" in row.advice) is not is_whole
 
 
+def test_a_second_start_that_was_ended_for_want_of_time_quotes_no_line_as_its_error() -> None:
+    row = row_of(FIRST, replace(SECOND, marks={}, last_words="loading"))
+    assert (row.is_good, row.outcome) == (False, ReturnOutcome.NEVER_STARTED)
+    assert row.came_back == "never came to a step again" and "loading" not in row.advice and "busy" in row.advice
+
+
 def test_a_kill_before_the_first_save_of_a_program_of_the_session_says_nothing() -> None:
     row = row_of(FIRST, replace(SECOND, marks={REPORTS: marks(range(1, 6))}), key="killed", has_joined=True)
     assert row.is_good is None and any("not saved yet" in fact for fact in row.facts)
