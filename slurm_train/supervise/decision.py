@@ -193,7 +193,7 @@ def _decide_return(traces: Traces, cause: Cause | None, reason: Reason, settings
     if exit_code_of(traces, cause) == EXIT_WRONG_USE:
         # E.g. a save of a state that no checkpoint can keep: then the steps of each attempt are lost.
         was = f"{was}, and the ranks refused to go on: {cause}"
-    note = f"{was}; Slurm is asked to requeue the job, which continues from its checkpoint"
+    note = f"{was}; Slurm is asked to requeue the job"
     return Decision(reason, Action.REQUEUE, note, is_over=is_over)
 
 
