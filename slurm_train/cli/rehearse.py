@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from slurm_train.cli.preview import refuse_unused_flags, take_inputs
 from slurm_train.cli.terminal import answer, note, working_folder
+from slurm_train.code.program_source import SHELLS
 from slurm_train.code.snapshot import Source, read_source
 from slurm_train.config.compose import compose
 from slurm_train.config.program import program_of
@@ -32,7 +33,6 @@ from slurm_train.slurm.job_variables import exported, scrubbed
 from slurm_train.slurm.site import site_of
 from slurm_train.supervise.supervisor import on_stop
 from slurm_train.tools.rehearsal.case import RehearsalSetting, SiteNotice
-from slurm_train.tools.rehearsal.otherwise import SHELLS
 from slurm_train.tools.rehearsal.page import PAGE_NAME, render_page
 from slurm_train.tools.rehearsal.rehearsal import LABELS, Scope, place_of, rehearse
 from slurm_train.tools.rehearsal.verdict import Rehearsal

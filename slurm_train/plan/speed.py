@@ -35,6 +35,7 @@ from slurm_train.rundir.lookup import is_own, list_runs
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.plan_record import PlanRecord
 from slurm_train.rundir.timing import read_measured, warning_lead_s
+from slurm_train.slurm.flags import node_memory_gb
 from slurm_train.slurm.job_limits import Demand, limits_in_partitions, longest_limit_min
 from slurm_train.slurm.policy import Preemption, expedites_requeues, return_in_words, returning_codes_in_words
 from slurm_train.slurm.site import SiteFacts, default_qos, preemption_in
@@ -329,9 +330,7 @@ def _host_text(plan: RunPlan, save_bytes: int) -> str:
     text = f"{byte_size(copy_bytes)} per node for the copy that saves are written from"
     cluster = plan.config.slurm
     needed_gb = math.ceil((copy_bytes + num_ranks * _RANK_HOST) / _GIB / 8) * 8
-    asked_gb = cluster.memory_gb_per_node
-    if asked_gb is None and cluster.memory_gb_per_gpu is not None:
-        asked_gb = cluster.memory_gb_per_gpu * num_ranks // plan.config.sweep.runs_per_gpu
+    asked_gb = node_memory_gb(cluster, per_node=num_ranks, runs_per_gpu=plan.config.sweep.runs_per_gpu)
     if not plan.config.uses_cluster or asked_gb == 0:
         return text
     if asked_gb is None:

@@ -59,6 +59,21 @@ _READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS"
 _CHARACTERS = {"\n": "a line break", "\r": "a carriage return", "\0": "a NUL", "\t": "a tab"}
 
 
+def node_memory_gb(cluster: ClusterSection, *, per_node: int, runs_per_gpu: int) -> int | None:
+    """Returns the memory in GiB that a job asks of a node; 0: all of it; None: what the partition gives.
+
+    Args:
+        cluster: the settings.
+        per_node: ranks, and so GPUs, of the node.
+        runs_per_gpu: runs that share a GPU, and so its memory of the node.
+    """
+    if cluster.memory_gb_per_node is not None or cluster.memory_gb_per_gpu is None:
+        return cluster.memory_gb_per_node
+    share_gb = cluster.memory_gb_per_gpu * per_node // runs_per_gpu
+    # A small share is not 0, which means all memory of the node.
+    return max(share_gb, min(1, cluster.memory_gb_per_gpu))
+
+
 def resource_flags(
     cluster: ClusterSection, *, per_node: int, cpus_per_task: int | None = None, runs_per_gpu: int = 1
 ) -> Flags:
@@ -75,11 +90,7 @@ def resource_flags(
     gpus, task_gpus = (
         f"{cluster.gpu_type}:{number}" if cluster.gpu_type else str(number) for number in (per_node, per_task)
     )
-    memory_gb = cluster.memory_gb_per_node
-    if memory_gb is None and cluster.memory_gb_per_gpu is not None:
-        share_gb = cluster.memory_gb_per_gpu * per_node // runs_per_gpu
-        # A small share is not 0, which means all memory of the node.
-        memory_gb = max(share_gb, min(1, cluster.memory_gb_per_gpu))
+    memory_gb = node_memory_gb(cluster, per_node=per_node, runs_per_gpu=runs_per_gpu)
     values = {
         "gres": f"gpu:{gpus}" if cluster.gpu_flag == "gres" else None,
         "gpus-per-node": gpus if cluster.gpu_flag == "gpus-per-node" else None,

@@ -62,6 +62,11 @@ class Owner:
         return self.name
 
 
+def owner_partition(partition: str) -> Owner:
+    """Returns a partition as the owner of its own limits."""
+    return Owner(f"partition {partition}", "cluster.partition")
+
+
 @dataclass(frozen=True, slots=True)
 class Limit:
     """A number that a job may not exceed, or not fall short of."""
@@ -184,7 +189,7 @@ def limits_of(facts: SiteFacts, partition: str, *, qos: str = "", account: str =
         at_most.setdefault(name, []).append(limit)
     at_least = {name: [limit] for name, limit in least.items()}
     # The partition's own limits hold beside those of accounting.
-    owner = Owner(f"partition {partition}", "cluster.partition")
+    owner = owner_partition(partition)
     own: dict[str, int | None] = {
         "time": time_limit_min(record.get("MaxTime", "")),
         "node": number_or_none(record.get("MaxNodes")),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from slurm_train.formatting import duration, shorten
 from slurm_train.mounts import Mount
 from slurm_train.rundir.events import Finding
-from slurm_train.slurm.job_limits import limits_of
+from slurm_train.slurm.job_limits import limits_of, owner_partition
 from slurm_train.slurm.policy import (
     EXPEDITED,
     Partition,
@@ -187,7 +187,7 @@ def _partitions(view: SiteView) -> Iterator[Finding]:
             yield warning("PARTITION_DOWN", "", seen)
         longest = limits_of(view.facts, part.name).time_min
         limit = "unlimited" if longest is None else f"{duration(60 * longest.value)} at most"
-        if longest is not None and longest.owner.name != f"partition {part.name}":
+        if longest is not None and longest.owner != owner_partition(part.name):
             limit += f" ({longest.owner})"
         usual = "" if part.default_time_min is None else f", {duration(60 * part.default_time_min)} if a job names none"
         limits.append(f"{part.name} {limit}{usual}")

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slurm_train.code.program_source import SHELLS
 from slurm_train.processes import environment_of
 from slurm_train.slurm.job_variables import is_job_variable
 
-SHELLS = ("bash", "sh", "zsh")
 _NUM_FIRST_WORDS = 2
 """By so many words, e.g. "python train.py", a process of one start is known in another one."""
 _BY_NATURE = {
